@@ -24,9 +24,8 @@ from pipelinerl.transfer.chunks import describe
 from pipelinerl.transfer.group import GroupStore
 from pipelinerl.transfer.stores import open_store
 from pipelinerl.transfer.weight_log import WeightLog
-from services.trainer.weight_sync.log_writer import LogWriter
 from services.trainer.weight_sync.membership import MemberChange, UpdateRecord
-from services.trainer.weight_sync.sender import WeightSender
+from services.trainer.weight_sync.sender import LogWriter, WeightSender
 from services.trainer.weight_sync.updater import WeightUpdater
 
 RUN = "light"

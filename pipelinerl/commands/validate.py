@@ -38,9 +38,9 @@ from pipelinerl.rl.memory import (
     Model,
     actor_problem,
     checkpoint_bytes,
-    host_copies_gib,
     memory_outline,
     ranks_of_a_copy,
+    snapshot_gib,
     trainer_problem,
 )
 from pipelinerl.rl.throughput import recipe_lag
@@ -219,7 +219,7 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
         fix = f"cannot hold the three whole versions that the weight log keeps; give at least {least / GIB:,.0f}, enlarge"
         yield FieldError("nats.weightsMaxGib", log_gib, f"{fix} nats.persistence.size, or set another recipe.set.weights.log")
     limit = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
-    export, copies = model.weights_bytes / GIB, host_copies_gib(recipe, model)
+    export, copies = model.weights_bytes / GIB, snapshot_gib(recipe, model)[1]
     needed_gib = export + (each / GIB - export) / trainer["nodes"] + copies
     if limit is not None and needed_gib * GIB > checks.quantity(limit):
         fix = f"cannot hold copies of the weights to send ({copies:,.0f}Gi), with those of weights.log, and a checkpoint"
@@ -243,7 +243,7 @@ def memory_of(recipe: Recipe, model: Model, memory_gib: float) -> tuple[list[tup
     if recipe.actor.colocate:
         gpu = Device(uuid="0", name="a GPU of that size", total_bytes=int(memory_gib * GIB), free_bytes=int(memory_gib * GIB))
         try:
-            recipe = placement.place(recipe, [gpu], model).recipe
+            recipe = placement.place(recipe, [gpu], model)[0]
         except FieldError as problem:
             return [], [problem]
         return memory_outline(recipe, model, memory_gib), []

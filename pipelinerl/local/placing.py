@@ -12,9 +12,6 @@ from pipelinerl.recipe.rules import value_at
 from pipelinerl.rl.placement import AUTOMATIC, OPTION, Placement, numbered, pinned, place, table
 from pipelinerl.run_dir import RunDir, write_json
 
-_SHARES_A_GPU = (2, 30)
-"""First release of NCCL that connects two processes on one GPU."""
-
 
 def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | None, list[str]]:
     """Return the recipe with numbers instead of `auto`, the placement (None without a GPU), and lines to print. `wanted` is the
@@ -28,8 +25,7 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
         return numbered(recipe), None, [f"note: the run uses the CPU: {found.problem}"] if has_gpu() else []
     parameters = known_parameters(recipe.model) or hub_parameters(recipe.model)
     devices, model = found.devices, known_model(recipe, parameters) if parameters else None
-    chosen = pinned(recipe, devices, _text(wanted), model) if wanted else place(recipe, devices, model)
-    recipe, placement = chosen
+    recipe, placement = pinned(recipe, devices, _text(wanted), model) if wanted else place(recipe, devices, model)
     lines = [*table(placement, devices)]
     if model is None:
         lines.append("warning: the size of the model is unknown, so the memory that it needs was not checked")
@@ -64,6 +60,6 @@ def _text(wanted: str) -> str:
 
 def _why_not_nccl(release: tuple[int, ...], on_instance: bool) -> str:
     """Return why NCCL does not connect two processes that share a GPU (`on_instance`: a MIG instance); "" if it does."""
-    if release < _SHARES_A_GPU:
+    if release < (2, 30):
         return "NCCL before 2.30 does not connect two processes on one GPU"
     return "NCCL has not been tried between two processes on a MIG instance" if on_instance else ""

@@ -174,7 +174,7 @@ class ServiceLaunches:
         return self._launch("trainer", self._of_policy(TRAINER) | settings, threads | gpus)
 
     def actor(self, index: int) -> Launch:
-        gpus = self.placement.actor_environment(index) if self.placement else {}
+        gpus = self.placement.environment(self.placement.groups[index]) if self.placement else {}
         settings = {**self._of_policy(ACTOR), "verifier": self.verifier_address}
         return self._launch(f"actor-{index}", settings, self.threads.actor_env() | gpus)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -214,24 +213,16 @@ def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
     return computing, held + CACHED_GIB + CONTEXTS_GIB if recipe.actor.colocate else computing
 
 
-def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
-    """Return the memory of the trainer's snapshots on its device of `memory_gib`, which no actor uses. It is 0 if they are in
-    host memory: with several ranks, with Gloo, and if they would take room for activations. Those of adapters are not counted,
-    because they are small."""
-    if recipe.weights.backend == "gloo" or recipe.trainer.ranks > 1 or sends_adapters(recipe):
-        return 0.0
-    snapshots = _all_snapshots(recipe, model)
-    return snapshots / GIB if state_bytes(recipe, model) + snapshots <= memory_gib * MODEL_STATE_SHARE * GIB else 0.0
-
-
-def host_copies_gib(recipe: Recipe, model: Model, memory_gib: float = math.inf) -> float:
-    """Return the trainer's host memory for snapshots, unless a device of `memory_gib` may keep them."""
-    on_device = sends_adapters(recipe) or snapshot_gib(recipe, model, memory_gib)
-    return 0.0 if on_device else _all_snapshots(recipe, model) / GIB
-
-
-def _all_snapshots(recipe: Recipe, model: Model) -> float:
-    return (MOST_SNAPSHOTS + LOG_COPIES * bool(recipe.weights.log_place)) * model.parameters * wire_bytes(recipe, model)
+def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float = math.inf) -> tuple[float, float]:
+    """Return the memory of the trainer's snapshots on its device of `memory_gib`, which no actor uses, and in host memory. They
+    are in host memory with several ranks, with Gloo, and if they would take room for activations. Those of adapters are not
+    counted, because they are small."""
+    if sends_adapters(recipe):
+        return 0.0, 0.0
+    copies = MOST_SNAPSHOTS + LOG_COPIES * bool(recipe.weights.log_place)
+    gib = copies * model.parameters * wire_bytes(recipe, model) / GIB
+    fits = state_bytes(recipe, model) / GIB + gib <= memory_gib * MODEL_STATE_SHARE
+    return (0.0, gib) if recipe.weights.backend == "gloo" or recipe.trainer.ranks > 1 or not fits else (gib, 0.0)
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
@@ -273,11 +264,10 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress
     each = kv_gib * GIB / model.kv_bytes / in_progress
     ranks = ranks_of_a_copy(recipe, model, memory_gib)
-    state_gib, snapshots = state_bytes(recipe, model) / GIB / ranks, snapshot_gib(recipe, model, memory_gib)
+    state_gib, (snapshots, copies) = state_bytes(recipe, model) / GIB / ranks, snapshot_gib(recipe, model, memory_gib)
     kept = f" and the trainer keeps {shared_gib(recipe, model)[1]:.1f}" if recipe.actor.colocate else ""
     on_host = f"; also {model.weights_bytes / GIB:.1f} GiB of host memory for each actor" if loads_paused(recipe) else ""
     on_device = f"; {snapshots:.1f} for snapshots" if snapshots else ""
-    copies = host_copies_gib(recipe, model, memory_gib)
     beside = f", and {copies:.1f} of host memory for copies of the weights" if copies else ""
     if recipe.actor.colocate:
         snapshots, on_device = ENGINE_GIB + CONTEXTS_GIB, f"; {ENGINE_GIB + CONTEXTS_GIB:g} for the engine, which sleeps"
@@ -359,17 +349,14 @@ ACCELERATORS = {one.name: one for one in _DEVICES if one.name}
 """Accelerators for which a plan can be made, by name."""
 
 
-def _rows(device_name: str) -> Iterator[Accelerator]:
+def accelerator_named(device_name: str) -> Accelerator | None:
+    """Return the data sheet of the device with torch's `device_name`; None if it is unknown."""
     name = re.sub(r"^(NVIDIA|Tesla|AMD) ", "", device_name.strip())
-    yield from (device for device in _DEVICES if re.fullmatch(device.devices, name))
+    return next((device for device in _DEVICES if re.fullmatch(device.devices, name)), None)
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Return the peak FLOP/s of matrix products in bfloat16 on torch's device `device_name`; None if unknown, and for any other
     `dtype`."""
-    return next((device.flops for device in _rows(device_name) if dtype == "bfloat16"), None)
-
-
-def accelerator_named(device_name: str) -> Accelerator | None:
-    """Return the data sheet of the device with torch's `device_name`; None without one that is complete enough for a plan."""
-    return next((device for device in _rows(device_name) if device.name), None)
+    sheet = accelerator_named(device_name)
+    return sheet.flops if sheet and dtype == "bfloat16" else None

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipelinerl.errors import FieldError, counted
 from pipelinerl.recipe.devices import Device
 from pipelinerl.recipe.fields import VLLM_SHARE, Recipe
-from pipelinerl.recipe.rules import undivided
+from pipelinerl.recipe.rules import undivided, value_at
 from pipelinerl.rl.memory import (
     CONTEXTS_GIB,
     ENGINE_GIB,
@@ -69,30 +69,21 @@ class Placement(BaseModel):
     def is_shared(self) -> bool:
         return not set(self.trainer).isdisjoint(uuid for group in self.groups for uuid in group)
 
-    def actor_environment(self, index: int) -> dict[str, str]:
-        return self._environment(self.groups[index])
-
     def trainer_environment(self, inherited: Mapping[str, str], *, takes_turns: bool = False) -> dict[str, str]:
         """Return the trainer's variables. On a shared GPU, torch's cache must leave the memory that an engine needs to start
         again. `takes_turns`: after its turn, torch must give back all unused pages, even those between used ones."""
-        variables = self._environment(self.trainer)
+        variables = self.environment(self.trainer)
         if self.trainer_share < 1:
             limit = f"per_process_memory_fraction:{self.trainer_share}"
             pages = "expandable_segments:True" if takes_turns else ""
             variables[ALLOCATOR] = ",".join(filter(None, (inherited.get(ALLOCATOR), pages, limit)))
         return variables
 
-    def _environment(self, group: Sequence[str]) -> dict[str, str]:
+    def environment(self, group: Sequence[str]) -> dict[str, str]:
+        """Return the variables of a process that uses these GPUs."""
         # NCCL refuses two ranks on one GPU unless it is told to allow them.
         variables = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if self.is_shared else {}
         return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(group)}
-
-
-class Placed(NamedTuple):
-    """The recipe with numbers instead of `auto`, and the placement that they describe."""
-
-    recipe: Recipe
-    placement: Placement
 
 
 def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None) -> Recipe:
@@ -103,10 +94,10 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None)
     return recipe.model_copy(update={"actor": actor, "trainer": trainer})
 
 
-def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> Placed:
-    """Divide the GPUs. The trainer gets those with the most free memory. Those on which no actor fits are left out. `model`:
-    None = its size is unknown, so memory is not checked. Raises `FieldError` if the recipe's numbers do not fit; its fix names
-    numbers that fit."""
+def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tuple[Recipe, Placement]:
+    """Return the recipe with numbers instead of `auto`, and the placement that they describe. The trainer gets the GPUs with
+    the most free memory. Those on which no actor fits are left out. `model`: None = its size is unknown, so memory is not
+    checked. Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit."""
     if not (able := [device for device in devices if device.computes_in(recipe.model.dtype)]):
         raise _cannot_compute(recipe, devices[0])
     free = [device for device in able if device.free_bytes >= FREE_SHARE * device.total_bytes]
@@ -128,9 +119,10 @@ def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> Pla
     return _with_numbers(recipe, Placement(trainer=trainer, actors=groups[:actors], spare=groups[actors:]), devices, model)
 
 
-def pinned(recipe: Recipe, devices: Sequence[Device], text: str, model: Model | None) -> Placed:
-    """Return the placement in `text`, which is a `Placement` in JSON. It may also name a GPU by its position in `devices`. Its
-    numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, unknown GPUs or wrong sizes."""
+def pinned(recipe: Recipe, devices: Sequence[Device], text: str, model: Model | None) -> tuple[Recipe, Placement]:
+    """Return the recipe and the placement in `text`, which is a `Placement` in JSON. It may also name a GPU by its position in
+    `devices`. Its numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, unknown GPUs or wrong
+    sizes."""
     try:
         given = Placement.model_validate_json(text)
     except ValidationError as error:
@@ -164,15 +156,11 @@ def pinned(recipe: Recipe, devices: Sequence[Device], text: str, model: Model | 
 
 def table(placement: Placement, devices: Sequence[Device]) -> Iterator[str]:
     """Yield a line for each GPU: its position, name and memory, and the processes on it."""
-    users: dict[str, list[str]] = {device.uuid: [] for device in devices}
-    for rank, uuid in enumerate(placement.trainer):
-        users[uuid].append(f"trainer rank {rank}")
-    for number, group in enumerate(placement.actors):
-        for uuid in group:
-            users[uuid].append(f"actor-{number}")
     for number, device in enumerate(devices):
+        users = [f"trainer rank {rank}" for rank, uuid in enumerate(placement.trainer) if uuid == device.uuid]
+        users += [f"actor-{index}" for index, group in enumerate(placement.actors) if device.uuid in group]
         memory = f"{device.free_bytes / GIB:.1f} of {device.total_bytes / GIB:.1f} GiB free"
-        yield f"GPU {number}  {device.name}, {memory}  {' and '.join(users[device.uuid]) or 'not used'}"
+        yield f"GPU {number}  {device.name}, {memory}  {' and '.join(users) or 'not used'}"
 
 
 # --- numbers ------------------------------------------------------------------------------------------------------------
@@ -181,12 +169,8 @@ def table(placement: Placement, devices: Sequence[Device]) -> Iterator[str]:
 def _check_alone(recipe: Recipe, num_devices: int) -> None:
     """Raise `FieldError` if the recipe asks for more ranks, actors or GPUs per actor than one GPU allows."""
     here = f"1 of {num_devices} GPUs here has enough free memory," if num_devices > 1 else "one GPU here,"
-    for field, value in (
-        ("trainer.nproc", recipe.trainer.nproc),
-        ("actor.count", recipe.actor.count),
-        ("actor.engine.tensor_parallel_size", recipe.actor.engine.tensor_parallel_size),
-    ):
-        if value is not None and value > 1:
+    for field in ("trainer.nproc", "actor.count", "actor.engine.tensor_parallel_size"):
+        if (value := value_at(recipe, field)) is not None and value > 1:
             raise FieldError(field, value, f"{here} which one rank and one actor share; use 1, or a machine with more GPUs")
 
 
@@ -227,7 +211,7 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
     elif model is not None:
         fits = (ranks for ranks in range(fewest, len(free), fewest) if _fit(recipe, model, free[:ranks]))
         fewest = next(fits, 0) or fewest_together(recipe, model, free[-1].free_bytes / GIB)
-        if (sheet := accelerator_named(free[0].name)) is not None and fewest + size <= len(free):
+        if (sheet := accelerator_named(free[0].name)) is not None and sheet.name and fewest + size <= len(free):
             lengths = Lengths.of_bars([(1, recipe.max_tokens, 1.0)])
             machine = estimated(sheet._replace(memory_gb=free[fewest - 1].free_bytes / 1e9), model, recipe, lengths)
             in_progress = recipe.actor.sequences_in_progress
@@ -270,7 +254,9 @@ def _take(left: list[Device], number: int) -> tuple[str, ...]:
 # --- checks and memory --------------------------------------------------------------------------------------------------
 
 
-def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device], model: Model | None) -> Placed:
+def _with_numbers(
+    recipe: Recipe, placement: Placement, devices: Sequence[Device], model: Model | None
+) -> tuple[Recipe, Placement]:
     """Replace `auto` by numbers. Raises `FieldError` if the numbers, a related field or the model do not fit the GPUs."""
     known = {device.uuid: device for device in devices}
     changed = numbered(recipe, len(placement.actors), len(placement.trainer))
@@ -302,7 +288,7 @@ def _with_numbers(recipe: Recipe, placement: Placement, devices: Sequence[Device
     engine = engine.model_copy(update={"gpu_memory_utilization": share})
     changed = changed.model_copy(update={"actor": changed.actor.model_copy(update={"engine": engine})})
     of_trainer = max((room.trainer_share for room in rooms), default=0) or 1.0
-    return Placed(changed, placement.model_copy(update={"trainer_share": of_trainer}))
+    return changed, placement.model_copy(update={"trainer_share": of_trainer})
 
 
 class _Room(NamedTuple):

@@ -240,13 +240,10 @@ def rank_unit(recipe: Recipe) -> int:
     return math.lcm(recipe.trainer.context_parallel, recipe.trainer.shard_ranks or 1)
 
 
-def _rounded_up(ranks: float, recipe: Recipe) -> int:
-    return math.ceil(ranks / rank_unit(recipe)) * rank_unit(recipe)
-
-
 def fewest_together(recipe: Recipe, model: Model, memory_gib: float) -> int:
     """Return the fewest trainer ranks that hold the states and that `rank_unit` divides."""
-    return _rounded_up(fewest_ranks(recipe, model, memory_gib), recipe)
+    unit = rank_unit(recipe)
+    return math.ceil(fewest_ranks(recipe, model, memory_gib) / unit) * unit
 
 
 def best_split(splits: list[Split]) -> Split:
@@ -295,7 +292,8 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
             f"raise trainer.batch_size (now {batch_size})"
         )
     actors = math.ceil(chosen.num_generators * chosen.rate / chosen.generation)
-    ranks = _rounded_up(max(fewest, chosen.num_trainers * chosen.rate / chosen.training), recipe)
+    unit = rank_unit(recipe)
+    ranks = math.ceil(max(fewest, chosen.num_trainers * chosen.rate / chosen.training) / unit) * unit
     enough = actors * machine.per_actor + ranks
     if enough < 0.8 * (chosen.num_generators * machine.per_actor + chosen.num_trainers):
         limits = f"trainer.batch_size (now {batch_size})"

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pipelinerl.errors import BusError, PayloadTooLarge
+from pipelinerl.errors import BusError, PayloadTooLarge, TransferError
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,11 @@ class Backoff:
 def is_bus_outage(error: Exception) -> bool:
     """Return whether waiting may help: NATS is away, or a stream is full."""
     return isinstance(error, BusError) and not isinstance(error, PayloadTooLarge)
+
+
+def is_transfer_error(error: Exception) -> bool:
+    """Return whether waiting may help: the weight log's store is away, or a newer version replaces the one that failed."""
+    return isinstance(error, TransferError)
 
 
 async def retry_forever(

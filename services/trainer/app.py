@@ -30,8 +30,7 @@ from services.trainer.reporting.page import ASKED_WITHIN_S, PageBoard, add_page,
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.trackers import run_trackers
 from services.trainer.run import TrainingRun
-from services.trainer.weight_sync.log_writer import LogWriter
-from services.trainer.weight_sync.sender import WeightSender
+from services.trainer.weight_sync.sender import LogWriter, WeightSender
 
 SERVICE = "pipelinerl.v1.TrainerService"
 LoadPolicy = Callable[[Recipe, TrainerSettings, RankSettings, Start], PolicyTrainer]

@@ -185,7 +185,7 @@ def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
     if sends_adapters(recipe) or torch.cuda.get_per_process_memory_fraction(policy.device) < 1:
         return sends_adapters(recipe)
     model = Model.of(recipe, sum(parameter.numel() for parameter in policy.parameters()))
-    return snapshot_gib(recipe, model, torch.cuda.mem_get_info(policy.device)[1] / GIB) > 0
+    return snapshot_gib(recipe, model, torch.cuda.mem_get_info(policy.device)[1] / GIB)[0] > 0
 
 
 def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -37,7 +37,7 @@ from services.trainer.reporting.metrics import RunView
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.server import TrainerService
 from services.trainer.stream_upkeep import StreamUpkeep
-from services.trainer.weight_sync.log_writer import LogWriter
+from services.trainer.weight_sync.sender import LogWriter
 from services.trainer.weight_sync.updater import WeightUpdater
 
 log = logging.getLogger(__name__)

@@ -23,26 +23,14 @@ from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, 
 from pipelinerl.transfer.manifest import Backend, GroupSpec, chunk_size
 
 TOTAL_BYTES = 2**30  # about ten seconds at 1 Gbit/s
-RECEIVED = "received"
-"""Key that pod 1 sets at the end. Pod 0 waits for it."""
 
 
-def device(wanted: str, backend: str) -> tuple[Placement, Backend]:
-    """Return the placement of the bytes and the transfer backend. Raises `TransferError` if the GPU is missing."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise TransferError("GPU: the pod requests one but sees none: check the device plugin and the node's driver")
-    chosen = transfer_backend(backend, on_gpu=wanted == "cuda")
-    return (on_device(torch.device("cuda", 0)) if chosen == "nccl" else HOST), chosen
-
-
-def meet(
-    index: int, host: str, port: int, backend: Backend, own_host: str, placement: Placement, within_s: float
-) -> WeightGroup:
-    spec = GroupSpec(host_port(host, port), "pair", index, 2, backend, own_host)
+def meet(options: argparse.Namespace, host: str, backend: Backend, placement: Placement) -> WeightGroup:
+    spec = GroupSpec(host_port(host, options.port), "pair", options.index, 2, backend, options.own_host)
     try:
-        return WeightGroup.connect(spec, within_s, placement=placement)
+        return WeightGroup.connect(spec, options.within, placement=placement)
     except TransferError as error:
-        other = f"pod {1 - index}"
+        other = f"pod {1 - options.index}"
         hint = f"is {other} running, and can both pods reach each other on every TCP port, first on {spec.store}?"
         raise TransferError(f"meeting {other}: {error}; {hint}") from error
 
@@ -70,9 +58,9 @@ def acknowledge(index: int, host: str, port: int, within_s: float) -> None:
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=within_s))
         if index:
-            store.set(RECEIVED, "")
+            store.set("received", "")
         else:
-            store.wait([RECEIVED], timedelta(seconds=within_s))
+            store.wait(["received"], timedelta(seconds=within_s))
     except (DistError, RuntimeError) as error:
         raise TransferError(f"end: pod {1 - index} has not reported success; see its log") from error
 
@@ -80,13 +68,16 @@ def acknowledge(index: int, host: str, port: int, within_s: float) -> None:
 def pair(options: argparse.Namespace) -> None:
     """Run the test as pod `options.index`. Raises `TransferError`, `FieldError`."""
     say = partial(print, flush=True)
-    recipe = load_recipe(options.recipe)
-    placement, backend = device(options.device, recipe.weights.backend)
+    recipe, on_gpu = load_recipe(options.recipe), options.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        raise TransferError("GPU: the pod requests one but sees none: check the device plugin and the node's driver")
+    backend = transfer_backend(recipe.weights.backend, on_gpu=on_gpu)
+    placement = on_device(torch.device("cuda", 0)) if backend == "nccl" else HOST
     index, port, within_s = options.index, options.port, options.within
     say(f"ok      device: {placement.device}, backend {backend}")
     store = GroupStore(options.own_host, port) if index == 0 else None
     host = store.host if store else options.host
-    group = meet(index, host, port, backend, options.own_host, placement, within_s)
+    group = meet(options, host, backend, placement)
     say(f"ok      meeting pod {1 - index}")
     rate = send(group, chunk_size(recipe.weights.chunk_mib, backend), within_s)
     say(f"ok      transfer: {rate:.2f} GB/s")

@@ -28,8 +28,7 @@ from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import StagedWeights, WeightLoading
 from services.actor.weight_sync.gate import ServingGate
 from services.actor.weight_sync.updates import UpdateListener
-from services.trainer.weight_sync.log_writer import LogWriter
-from services.trainer.weight_sync.sender import Snapshot
+from services.trainer.weight_sync.sender import LogWriter, Snapshot
 from services.trainer.weight_sync.updater import WeightUpdater
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.test_update_protocol import MANIFEST, ScriptedReceiver, ScriptedSender, Told, ended, start_actor

@@ -48,8 +48,7 @@ RENAMED, OTHER = Member("actor-0", "p", pod_uid="u1"), Member("a", "q", pod_uid=
         (deletion("u9", "b"), [IN_POD], None, [], [Member("a", "a-2", pod_uid="u1")]),  # another pod's end
         (deletion("u0", still_running=False), [IN_POD], None, [], [IN_POD]),  # an old pod of that name
         (deletion(), [RENAMED, OTHER], leaves(RENAMED), [RENAMED], [OTHER]),  # known by its uid, whatever its name
-        # One that does not know its uid is known by its name and its process; an empty uid is nobody's.
-        (deletion(), [NAMELESS], leaves(NAMELESS), [NAMELESS], [Member("a", "a-2"), Member("b", "b-1")]),
+        (deletion(), [NAMELESS], None, [], [NAMELESS]),  # an empty uid is nobody's
     ],
 )
 def test_a_pods_end_is_the_departure_of_its_process_and_of_nobody_else(end, present, departure, left, not_left) -> None:

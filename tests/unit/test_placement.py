@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,7 +16,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl import placement
 from pipelinerl.rl.memory import GIB, Model, actor_problem, kv_cache_gib
-from pipelinerl.rl.placement import Placed, numbered, table
+from pipelinerl.rl.placement import Placement, numbered, table
 from pipelinerl.run_dir import RunDir, read_json
 from services.trainer.devices import described
 
@@ -37,12 +37,18 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe("gsm8k", [*AUTO, *overrides])
 
 
+class Placed(NamedTuple):
+    recipe: Recipe
+    placement: Placement
+
+
 def place(wanted: Recipe, here: list[Device], parameters: int, active_share: float = 1.0) -> Placed:
-    return placement.place(wanted, here, Model.of(wanted, parameters, active_share=active_share) if parameters else None)
+    model = Model.of(wanted, parameters, active_share=active_share) if parameters else None
+    return Placed(*placement.place(wanted, here, model))
 
 
 def pinned(wanted: Recipe, here: list[Device], text: str, parameters: int) -> Placed:
-    return placement.pinned(wanted, here, text, Model.of(wanted, parameters) if parameters else None)
+    return Placed(*placement.pinned(wanted, here, text, Model.of(wanted, parameters) if parameters else None))
 
 
 def uuids(*numbers: int) -> tuple[str, ...]:
@@ -171,7 +177,7 @@ def test_on_one_gpu_vllm_gets_what_trainer_and_updates_leave() -> None:
     # 6.80 of the 23 that are free, which are 28 % of 24. What is sent is in host memory.
     assert placed.recipe.actor.engine.gpu_memory_utilization == 0.28
     of_both = {"CUDA_VISIBLE_DEVICES": "GPU-0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    assert placed.placement.actor_environment(0) == of_both
+    assert placed.placement.environment(placed.placement.groups[0]) == of_both
     limit = "per_process_memory_fraction:0.56"  # 13.3 of 24 GiB
     assert placed.placement.trainer_environment({}) == {**of_both, "PYTORCH_ALLOC_CONF": limit}
     own = placed.placement.trainer_environment({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})

@@ -468,7 +468,7 @@ async def test_nobody_is_evicted_while_a_transfer_makes_progress_at_its_usual_ra
         await one.until(lambda: "a" in one.updater._main.coordinator.answered)
         main = one.updater._main
         await one.until(lambda: "a" in main.record.receive_s)
-        one.updater.post(main, DeadlinePassed(main._token))  # as if it had waited while a's answer moved the deadline
+        one.updater.post(main, DeadlinePassed())  # as if it had waited while a's answer moved the deadline
         await asyncio.sleep(1.2)  # b has 1 s from the end of the broadcast, which takes 0.8 s
         one.actors["b"].receiver.may_receive.set()
         async with asyncio.timeout(60):

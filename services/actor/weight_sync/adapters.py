@@ -111,7 +111,6 @@ def _whole_sizes(layer: LinearBase) -> list[int]:
 class Place:
     """The vLLM layer for a checkpoint layer's adapter. `shard`: vLLM's name of a part of a fused layer; None = not fused."""
 
-    name: str
     layer: LinearBase
     rows: int
     """Output features over all tensor-parallel ranks."""
@@ -153,7 +152,7 @@ def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> 
         shards: list[Any] = ["q", "k", "v"] if isinstance(layer, QKVParallelLinear) else list(range(len(sizes)))
         for number, one in enumerate(names):
             rows = _whole_sizes(layer)[number] if len(parts) > 1 else layer.output_size
-            places[one] = Place(one, layer, rows, number, shards[number] if len(parts) > 1 else None)
+            places[one] = Place(layer, rows, number, shards[number] if len(parts) > 1 else None)
     return places
 
 
@@ -210,7 +209,7 @@ class AdapterLoader:
         columns = slice(place.part * method.rank, (place.part + 1) * method.rank)
         whole = (method.rank, layer.input_size) if is_a else (place.rows, method.rank)
         if tensor.shape != whole:
-            raise ValueError(f"{place.name}: {name} is {tuple(tensor.shape)}, not {whole}")
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, not {whole}")
         split = isinstance(layer, RowParallelLinear)
         if is_a and not split:
             a[columns] = tensor.to(a)

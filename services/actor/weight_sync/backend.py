@@ -1,8 +1,5 @@
-"""vLLM's weight-transfer backend `pipelinerl`, which vLLM calls in its workers.
-
-`init_transfer_engine` checks the manifest and starts the transfer thread (`worker.py`), which receives and stages versions. For
-each commit, vLLM calls `update_weights({"version": "1:8"})`, which checks that this version is staged, and
-`finish_weight_update`, which swaps the weights.
+"""vLLM's weight-transfer backend `pipelinerl`, which vLLM calls in its workers. For each commit of a staged version, it calls
+`update_weights({"version": "1:8"})` and `finish_weight_update`.
 """
 
 from __future__ import annotations
@@ -61,16 +58,15 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._places = install(model, vllm_config, device)
         self._base_replaced = False
         """True if a full update has replaced the checkpoint's weights, which are the base of adapters."""
-        self._sends_adapter = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Check the manifest and start the `TransferWorker`, which reports a mismatch. Runs between two decode steps."""
         self.shutdown()
         manifest = Manifest.from_bytes(init_info.manifest)
-        self._sends_adapter, problem, reason = bool(manifest.low_rank), "", ""
+        problem, reason = "", ""
         loader: Loader = PausedLoader(self.model, self.vllm_config, self.device, None)  # a refused manifest is never loaded
         try:
-            if self._sends_adapter:
+            if manifest.low_rank:
                 if self._base_replaced:
                     raise ManifestMismatch("adapters need the checkpoint's weights, which were replaced: restart this actor")
                 loader = AdapterLoader(self.model, self._places, manifest)
@@ -111,7 +107,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Swap the weights. Generation must be paused."""
         assert self._worker is not None
         self._worker.swap()
-        if not self._sends_adapter:
+        if not isinstance(self._worker.loader, AdapterLoader):
             self._base_replaced = True
             for place in self._places.values():
                 place.method.b.zero_()

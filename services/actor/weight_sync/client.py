@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import tempfile
 import time
 from collections import deque
@@ -92,8 +91,8 @@ class WorkerLink:
     """The actor's end of the socket. Open it with `WorkerLink.listen`, pass `path` to the workers, await `hellos`, then `ask`.
     An order goes to all workers and is complete when all have replied. If a connection is lost, all waiting calls fail."""
 
-    def __init__(self, directory: str, num_workers: int) -> None:
-        self.path = os.path.join(directory, "weights.sock")
+    def __init__(self, directory: tempfile.TemporaryDirectory[str], num_workers: int) -> None:
+        self.path = os.path.join(directory.name, "weights.sock")
         self._directory, self._num_workers = directory, num_workers
         self._server: asyncio.Server | None = None
         self._workers: list[tuple[asyncio.StreamWriter, deque[asyncio.Future[Reply]]]] = []
@@ -104,7 +103,7 @@ class WorkerLink:
     @classmethod
     async def listen(cls, num_workers: int) -> WorkerLink:
         """Listen on a socket in a new private directory."""
-        link = cls(tempfile.mkdtemp(prefix="prl-"), num_workers)
+        link = cls(tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True), num_workers)
         link._server = await asyncio.start_unix_server(link._serve, link.path)
         return link
 
@@ -138,7 +137,7 @@ class WorkerLink:
             writer.close()
         if self._server is not None:
             self._server.close()
-        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        await asyncio.to_thread(self._directory.cleanup)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -1,9 +1,7 @@
 """Loaders that put received tensors into a vLLM model. Each load is a whole model.
 
-`ShadowLoader` prepares a second instance of the model (the shadow) in the background, and exchanges its modules' weights with
-the live ones. CUDA graphs and compiled models hold the addresses of weights; for them, `InPlaceLoader` copies the shadow's
-weights into the live ones. `PausedLoader` keeps the tensors and loads them while generation is paused. It is for models that
-allow neither, and for devices without room for a shadow.
+`choose` prefers the `ShadowLoader`. CUDA graphs and compiled models hold the addresses of weights, and need an `InPlaceLoader`.
+`PausedLoader` is for models that allow neither, and for devices without room for a second instance of the model.
 """
 
 from __future__ import annotations

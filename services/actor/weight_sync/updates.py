@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
+import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pipelinerl.bus.jetstream import Bus
@@ -14,16 +17,16 @@ from pipelinerl.messages.control import Backend, Order, decode_control
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.lifecycle import GpuTurn
 from pipelinerl.service.logs import AGGREGATED
-from pipelinerl.service.retry import retry_forever
+from pipelinerl.service.retry import Backoff, is_transfer_error, retry_forever
 from pipelinerl.telemetry import attributes
-from pipelinerl.telemetry.tracing import Trace, before_ns, child, headers_of, trace_in, trace_of
+from pipelinerl.telemetry.tracing import Trace, before_ns, child, headers_of, root, trace_in, trace_of
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
 from pipelinerl.transfer.stores import LogStore
+from pipelinerl.transfer.weight_log import Replica
 from pipelinerl.v1 import control_pb2 as pb
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import WeightUpdateClient
 from services.actor.weight_sync.gate import ServingGate
-from services.actor.weight_sync.log_reader import LogReader
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,9 @@ CONTROL_TYPES = {
     "end": pb.RunEnd,
 }
 REASON_CHARACTERS = 500
+STAGE_WITHIN_S = 3600.0
+"""Maximum seconds to load a version from the local file, which the worker's own checks end much earlier."""
+LOG_BACKOFF = Backoff(first_s=0.5, most_s=5.0, jitter=0.2)
 
 
 class UpdateListener:
@@ -45,7 +51,10 @@ class UpdateListener:
     A separate task receives weights, so that an abort can be handled during a transfer. Generation goes on until a commit.
     Orders are ignored if they repeat an earlier one, or do not belong to the epoch that this process has joined. During a NATS
     outage, the listener waits. Other code may lock `serving` to prevent commits and sleep. On a GPU shared with the trainer,
-    this process has the `turn` while its engine is awake. With a `log`, this actor is in no epoch and reads versions there."""
+    this process has the `turn` while its engine is awake.
+
+    With a `log`, this actor is in no epoch, and reads the newest published version there. An error of the store, or a version
+    that retention has removed, is retried until it succeeds or a newer version is published."""
 
     def __init__(
         self,
@@ -73,7 +82,10 @@ class UpdateListener:
         self._alone = False
         """True if the epoch is a side group, which consists of the trainer and joining actors."""
         self.serving = asyncio.Lock()
-        self._reader = LogReader(log, receiver, gate, metrics, self._swap, self._fail) if log is not None else None
+        self._log, self._published = log, pb.Published()
+        self._folder = Path()
+        self._replica: Replica | None = None
+        """Local copy of the log's versions; None before the first manifest."""
 
     @property
     def staging_state(self) -> str:
@@ -89,8 +101,9 @@ class UpdateListener:
         """Handle control messages until cancelled. Waits until the trainer has made the streams. Raises `CommitFailed` if a
         swap fails half-way. If the served model does not fit the trainer's, tells the trainer and raises `UserError`."""
         async with asyncio.TaskGroup() as self._tasks, AsyncExitStack() as stack:
-            if self._reader is not None:
-                stack.callback(self._reader.close)
+            if self._log is not None:
+                folder = tempfile.TemporaryDirectory(prefix="prl-log-", ignore_cleanup_errors=True)
+                self._folder = Path(stack.enter_context(folder))
             stack.push_async_callback(self._end)
             kinds = ("manifest", *CONTROL_TYPES)
             messages = await retry_forever(
@@ -109,16 +122,16 @@ class UpdateListener:
         match decoded:
             case Manifest():
                 await self._on_manifest(decoded)
-            case pb.EpochStart() if self._reader is None:
+            case pb.EpochStart() if self._log is None:
                 await self._on_epoch(decoded, alone=bool(message.actor))
             case pb.Announce():
                 await self._on_announce(decoded, trace_in(message.headers))
             case pb.Commit():
                 await self._on_commit(decoded, trace_in(message.headers))
-            case pb.Published() if self._reader is not None:
+            case pb.Published() if self._log is not None:
                 self._gate.announce(PolicyVersion(decoded.incarnation, decoded.version))
-                self._reader.offer(decoded)
-                self._read_log(self._reader)
+                self._published = decoded
+                self._read_log()
             case pb.Sleep():
                 await self._on_sleep(PolicyVersion(decoded.incarnation, decoded.version))
             case pb.Abort():
@@ -141,13 +154,11 @@ class UpdateListener:
         self._metrics.weight_loader.set({loading.mode: 1.0})
         self.loader = f"{loading.mode}: {loading.reason}" if loading.reason else loading.mode
         log.info("weight loader: %s", self.loader)
-        if self._reader is not None:
-            self._reader.prepared(manifest)
-            self._read_log(self._reader)
-
-    def _read_log(self, reader: LogReader) -> None:
-        if self._receiving is None or self._receiving.done():
-            self._receiving = self._tasks.create_task(reader.catch_up())
+        if self._log is not None:
+            folder = self._folder / manifest.manifest_id
+            folder.mkdir(exist_ok=True)
+            self._replica = Replica(self._log, manifest, folder)
+            self._read_log()
 
     async def _refuse(self, error: TransferError) -> NoReturn:
         """Tell the trainer why this actor can serve no version, then raise the error, which ends the actor."""
@@ -222,6 +233,43 @@ class UpdateListener:
         figures = {name: getattr(staged, name) for name in ("checksum", "receive_s", "prepare_s")}
         fields = {"version": announce.version, "bytes": staged.num_bytes, **figures}
         await self._answer("staged", pb.Staged, announce, headers_of(trace_of(span)), **fields)
+
+    def _read_log(self) -> None:
+        if self._receiving is None or self._receiving.done():
+            self._receiving = self._tasks.create_task(self._catch_up())
+
+    @property
+    def _is_behind(self) -> bool:
+        """Return whether the log has a newer version than the served one. The message of its manifest may come after it."""
+        newest, served = PolicyVersion(self._published.incarnation, self._published.version), self._gate.served
+        return self._published.manifest_id == self.manifest_id != "" and (served is None or newest > served)
+
+    async def _catch_up(self) -> None:
+        """Serve the newest version of the log, and those that are published meanwhile. Raises `CommitFailed`."""
+        while self._is_behind:
+            what = "serve a version of the weight log"
+            await retry_forever(self._serve_from_log, what, retried=is_transfer_error, backoff=LOG_BACKOFF)
+
+    async def _serve_from_log(self) -> None:
+        published, replica = self._published, self._replica
+        if not self._is_behind or replica is None:
+            return
+        version = PolicyVersion(published.incarnation, published.version)
+        commit = pb.Commit(incarnation=version.incarnation, version=version.number)
+        with root("weight_update", attributes={attributes.VERSION: version.number}) as span:
+            try:
+                bytes_before, started_s = replica.fetched_bytes, time.monotonic()
+                try:
+                    path = await replica.bring_to(published)
+                finally:
+                    self._metrics.received_bytes.inc(replica.fetched_bytes - bytes_before)
+                self._metrics.receive_seconds.observe(time.monotonic() - started_s)
+                staged = await self._receiver.receive(version, STAGE_WITHIN_S, path)
+                child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
+                await self._swap(commit, trace_of(span))
+            except TransferError as error:
+                await self._fail(commit, version.number, error)
+                raise
 
     async def _on_commit(self, commit: pb.Commit, trace: Trace) -> None:
         version = PolicyVersion(commit.incarnation, commit.version)

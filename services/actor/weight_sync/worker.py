@@ -2,8 +2,7 @@
 
 A reading thread takes orders from the actor's Unix socket. The transfer thread performs them one after another. A third thread
 runs the loader (`loaders.py`), which puts arriving tensors into the engine's layout beside the live weights. A Discard also
-sets a flag, which ends a running transfer within the stall timeout. If a group breaks, the loading thread waits, and continues
-if the next group brings the same version. A closed socket ends all threads.
+sets a flag, which ends a running transfer within the stall timeout. A closed socket ends all threads.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Receiver:
 
     `buffers`: number of chunks held at a time. With more than one, a thread receives the next chunks while the caller checks
     and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reused for chunks, and for larger tensors.
-    Without it, each piece is new memory of the group's placement. `pinned`: pin such host memory, for an engine on a GPU."""
+    Without it, each piece is new memory of the group's placement, which is pinned if it is host memory beside a GPU."""
 
     group: WeightGroup | StreamFile
     manifest: Manifest
@@ -62,7 +61,6 @@ class Receiver:
     aborted: threading.Event
     buffers: int = 1
     memory: tuple[ReusedMemory, ReusedMemory] | None = None
-    pinned: bool = False
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -175,7 +173,8 @@ class Receiver:
     def _new_memory(self, num_bytes: int) -> Tensor:
         if self.memory is None:
             device = self.group.placement.device
-            return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=self.pinned and device.type == "cpu")
+            pinned = device.type == "cpu" and torch.cuda.is_available()
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         small, large = self.memory
         if num_bytes > self._largest_chunk:
             return large.take(num_bytes)
@@ -328,7 +327,6 @@ class TransferWorker:
             aborted=self._aborted,
             buffers=self.staging_buffers,
             memory=self._memory,
-            pinned=self._memory is None,
         )
         try:
             if self._staging is None or self._staging.kept.content != receiver.kept.content:

@@ -5,8 +5,6 @@ that a token visits), causal attention, and the output head at predicted tokens.
 even if activations are recomputed. A micro-batch without a backward pass costs one, and products with frozen weights cost two.
 A shared prompt counts once. Model FLOPs utilization is defined as in PaLM (arXiv 2204.02311, appendix B), but PaLM's formula
 ignores causality, so the value here is lower.
-
-Each rank reduces its tokens' results to `TokenStatistics`, from which rank 0 computes the step's figures.
 """
 
 from __future__ import annotations
@@ -184,7 +182,7 @@ EQUAL = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class TokenStatistics:
-    """Statistics of one rank's sampled tokens, in B lag buckets. `token_figures` combines those of all ranks."""
+    """Statistics of one rank's sampled tokens, in B lag buckets. On rank 0, `token_figures` combines those of all ranks."""
 
     by_lag: NDArray[np.int64]
     """[largest lag + 1]: number of tokens of each lag."""

@@ -254,7 +254,7 @@ STATE_METRICS = (
     StateMetric("epoch", "Number of the current epoch. It changes with the members of the transfer group.",
                 lambda run: run.updater.epoch, "epoch"),
     StateMetric("weight_log_version", "Newest version that the weight log announced; no series before the first, or without a "
-                "log.", lambda run: run.updater.log.version if run.updater.log else None),
+                "log.", lambda run: log.published.version if (log := run.updater.log) and log.published else None),
     StateMetric("ledger_sequences", "Sequences of the whole run: all that were issued, by outcome, and those still in flight.",
                 lambda run: run.ledger.counts, labels={"state": STATES}),
     StateMetric("ledger_discrepancy_sequences", "Issued sequences minus those in all other states. Any value except 0 shows a "

@@ -112,9 +112,7 @@ class TransferFailed:
 
 @dataclass(frozen=True)
 class DeadlinePassed:
-    """The deadline with this `SetDeadline` token has passed. Old tokens are ignored."""
-
-    token: int
+    """The deadline of the current phase has passed. The caller ignores the deadlines of earlier phases."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +123,14 @@ class HoldCommits:
 
 
 Answer = EpochJoined | Staged | Serving | Abort
-"""A member has joined, has staged the version, serves it, or has failed. The trainer's own end only joins and stages."""
 MembershipEvent = MemberUp | MembersLeaving | MemberReady
 Event = MembershipEvent | VersionReady | ServedFromLog | HoldCommits | TransferFailed | DeadlinePassed | Answer
 
 
 @dataclass(frozen=True)
 class FormGroup:
+    """An epoch begins. Without members, its version waits for an actor to register."""
+
     epoch: int
     members: tuple[Member, ...]
 
@@ -148,9 +147,7 @@ class Evicted:
 
 @dataclass(frozen=True)
 class SetDeadline:
-    """A phase begins. Post `DeadlinePassed` with this token after `due_s`."""
-
-    token: int
+    """A phase begins. Post `DeadlinePassed` after `due_s`."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +159,7 @@ class VersionServed:
     members: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class WaitingForMembers:
-    version: int
-
-
-Action = FormGroup | Announce | Commit | Abort | Evicted | SetDeadline | VersionServed | WaitingForMembers
+Action = FormGroup | Announce | Commit | Abort | Evicted | SetDeadline | VersionServed
 """`Announce`, `Commit` and `Abort` are messages to the members, in which the caller sets further fields. The caller broadcasts
 the version after `Announce`, and closes the group after `Abort`, because the group may be stuck in a collective."""
 
@@ -196,10 +188,9 @@ class Coordinator:
         """All registered actors."""
         self._newcomers: set[str] = set()
         """Actors that came after the first offer. Until `MemberReady`, they are in an epoch only if no other actor is left."""
-        self._benched: dict[str, int] = {}
-        """Failed actors, each with the number of its last failure. They rejoin through side groups. If no other actor is left,
-        the one that failed longest ago is tried alone at its next heartbeat."""
-        self._failures = itertools.count()
+        self._benched: dict[str, None] = {}
+        """Failed actors in order of their failures. They rejoin through side groups. If no other actor is left, the one that
+        failed longest ago is tried alone at its next heartbeat."""
         self._group_stands = False
         self.answered: dict[str, int] = {}
         """Members (and `TRAINER`) that have answered in this phase, each with the checksum of the bytes that it staged."""
@@ -210,7 +201,6 @@ class Coordinator:
         self._breaks = False
         """True after a group of several members was dissolved because it broke repeatedly. The next group is not retried."""
         self._held_above: int | None = None
-        self._deadline_token = 0
 
     @property
     def held(self) -> bool:
@@ -256,8 +246,8 @@ class Coordinator:
             case HoldCommits(above):
                 self._held_above = above
                 return self._advance()
-            case DeadlinePassed(token):
-                return self._deadline(token)
+            case DeadlinePassed():
+                return self._deadline()
             case TransferFailed(epoch, reason, missing):
                 if epoch != self.epoch or not self._under_way:
                     return []
@@ -266,8 +256,14 @@ class Coordinator:
         if event.epoch != self.epoch:
             return []
         if isinstance(event, Abort):
-            return self._member_failed(event)
-        self._note(event)
+            if event.actor not in self.members:
+                return []
+            is_retried = event.group_broke and self.phase in (Phase.FORMING, Phase.SENDING)
+            return self._restart(event.reason) if is_retried else self._lose({event.actor}, event.reason)
+        known = event.actor in self.members or event.actor == TRAINER
+        is_current = isinstance(event, EpochJoined) or event.version == self.version
+        if known and is_current and isinstance(event, _WAITED_FOR.get(self.phase, ())):
+            self.answered[event.actor] = event.checksum if isinstance(event, Staged) else 0
         return self._advance()
 
     def _member_up(self, member: Member) -> list[Action]:
@@ -279,7 +275,7 @@ class Coordinator:
                 self._newcomers.add(actor)
         if actor in self.members and self.members[actor].process != member.process:
             return self._lose({actor}, "restarted as a new process", EvictionCause.RESTARTED)
-        if self.phase is Phase.WAITING and actor == min(self._benched, key=self._benched.__getitem__, default=actor):
+        if self.phase is Phase.WAITING and actor == next(iter(self._benched), actor):
             self._benched.pop(actor, None)
             return self._form()
         return []
@@ -303,29 +299,15 @@ class Coordinator:
         self._group_stands = False
         return [Evicted(actor, self.epoch, event.reason, None) for actor in sorted(leaving)] + self._advance()
 
-    def _deadline(self, token: int) -> list[Action]:
-        if token != self._deadline_token or not self._under_way:
+    def _deadline(self) -> list[Action]:
+        if not self._under_way:
             return []
         late = set(self.members) - self.answered.keys()
         if not late and TRAINER in self.answered:
-            return [self._new_deadline()]  # all have staged the version; only its commit is held
+            return [SetDeadline()]  # all have staged the version; only its commit is held
         if not late or self._left:
             return self._restart("deadline passed on the trainer's side")
         return self._lose(late, f"deadline passed while {self.phase.value}", EvictionCause.DEADLINE)
-
-    def _member_failed(self, said: Abort) -> list[Action]:
-        if said.actor not in self.members:
-            return []
-        if said.group_broke and self.phase in (Phase.FORMING, Phase.SENDING):
-            return self._restart(said.reason)
-        return self._lose({said.actor}, said.reason)
-
-    def _note(self, answer: EpochJoined | Staged | Serving) -> None:
-        if isinstance(answer, Staged | Serving) and answer.version != self.version:
-            return
-        known = answer.actor in self.members or answer.actor == TRAINER
-        if known and isinstance(answer, _WAITED_FOR.get(self.phase, ())):
-            self.answered[answer.actor] = answer.checksum if isinstance(answer, Staged) else 0
 
     @property
     def _under_way(self) -> bool:
@@ -343,7 +325,7 @@ class Coordinator:
                 return self._lose(wrong, "staged bytes differ from those sent", EvictionCause.CHECKSUM)
             if complete and not self.held:
                 self.phase, self.answered = Phase.COMMITTING, {}
-                return [Commit(epoch=self.epoch, version=self.version), self._new_deadline()]
+                return [Commit(epoch=self.epoch, version=self.version), SetDeadline()]
         if self.phase is Phase.COMMITTING and complete:
             self.phase = Phase.IDLE
             self._breaks = self._breaks and len(self.members) == 1
@@ -358,11 +340,9 @@ class Coordinator:
         self.members = members
         self._newcomers -= set(self.members)
         self.answered, self._left = {}, set()
-        if not self.members:
-            self.phase = Phase.WAITING
-            return [WaitingForMembers(self.version)]
-        self.phase = Phase.FORMING
-        return [FormGroup(self.epoch, tuple(self.members.values())), self._new_deadline()]
+        self.phase = Phase.FORMING if members else Phase.WAITING
+        formed = FormGroup(self.epoch, tuple(members.values()))
+        return [formed, SetDeadline()] if members else [formed]
 
     def _eligible(self) -> dict[str, Member]:
         """Return the members of an epoch that begins now, in order of their ranks."""
@@ -371,14 +351,14 @@ class Coordinator:
 
     def _send(self) -> list[Action]:
         self.phase, self.answered, self._left = Phase.SENDING, {}, set()
-        return [Announce(epoch=self.epoch, version=self.version), self._new_deadline()]
+        return [Announce(epoch=self.epoch, version=self.version), SetDeadline()]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
         """Remove members. If the others still need bytes, or no member is left, abort and form a new group."""
         evicted: list[Action] = [Evicted(actor, self.epoch, reason, cause) for actor in sorted(actors)]
         for actor in sorted(actors):
             if self.present.get(actor) == self.members.get(actor):
-                self._benched[actor] = next(self._failures)
+                self._benched[actor] = None
         self._group_stands = False
         if self.phase in (Phase.FORMING, Phase.SENDING):
             return evicted + self._again(reason)
@@ -402,10 +382,6 @@ class Coordinator:
     def _again(self, reason: str) -> list[Action]:
         abort = Abort(epoch=self.epoch, version=self.version, reason=reason)
         return [abort, *self._form()]
-
-    def _new_deadline(self) -> SetDeadline:
-        self._deadline_token += 1
-        return SetDeadline(self._deadline_token)
 
 
 def _of(processes: Mapping[str, str], members: Mapping[str, Member]) -> set[str]:

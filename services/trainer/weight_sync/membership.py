@@ -17,14 +17,12 @@ from services.trainer.weight_sync.coordinator import Evicted, EvictionCause, Mem
 MOST_REMEMBERED = 4096
 """Maximum number of ended pods to remember. Late heartbeats of their processes arrive within seconds."""
 
-Kind = Literal["joined", "left", "evicted"]
-
 
 @dataclass(frozen=True)
 class MemberChange:
     """An arrival or departure. `evicted`: the actor was removed from `epoch`, or its heartbeats stopped."""
 
-    kind: Kind
+    kind: Literal["joined", "left", "evicted"]
     member: Member
     epoch: int
     version: int
@@ -87,8 +85,7 @@ class Roster:
         self._behind: dict[str, _Registered] = {}
         """Actors that do not serve the newest version, in order of arrival. A heartbeat examines only these."""
         self._ended: dict[str, tuple[Member, ...]] = {}
-        """Pods that are ending or have ended, by uid, each with its members that may still be running. A process whose pod has
-        no known uid is recorded under its own name, without members."""
+        """Pods that are ending or have ended, by uid, each with its members that may still be running."""
 
     def up(self, member: Member) -> None:
         """Record a registration or heartbeat. A new process of a known actor starts without a version."""
@@ -113,8 +110,8 @@ class Roster:
             return []
         known.joined = False
         _rest(known)
-        kind: Kind = "evicted" if evicted.cause else "left"
-        return [MemberChange(kind, known.member, evicted.epoch, version, evicted.reason, evicted.cause)]
+        epoch, reason, cause = evicted.epoch, evicted.reason, evicted.cause
+        return [MemberChange("evicted" if cause else "left", known.member, epoch, version, reason, cause)]
 
     def served(self, members: Iterable[Member], epoch: int, version: int) -> list[MemberChange]:
         """Record that these members received `version` in `epoch`, which may be that of a side group."""
@@ -177,26 +174,18 @@ class Roster:
     def leaving(self, pod: PodEnd, present: Mapping[str, Member]) -> MembersLeaving | None:
         """Return the departure that a pod's end causes; None if no actor of the pod is present. The actor of a deleted pod
         departs twice: at the deletion, and when its processes have ended."""
-        of_pod = [member for member in present.values() if pod.uid and member.pod_uid == pod.uid]
-        nameless = present.get(pod.name)
-        if nameless is not None and not nameless.pod_uid:
-            self._remember(nameless.process if pod.final else "")
-            of_pod.append(nameless)
+        of_pod = [member for member in present.values() if member.pod_uid == pod.uid]
         told = () if pod.still_running else self._ended.get(pod.uid, ())
         if pod.final:
-            self._remember(pod.uid, tuple(of_pod) if pod.still_running else ())
+            self._ended[pod.uid] = tuple(of_pod) if pod.still_running else ()
+            while len(self._ended) > MOST_REMEMBERED:
+                del self._ended[next(iter(self._ended))]
         of_pod.extend(told)
         return MembersLeaving(tuple(of_pod), pod.reason, pod.still_running) if of_pod else None
 
     def has_left(self, member: Member) -> bool:
         """Return whether the member's pod is ending or has ended, so that a late heartbeat does not bring the member back."""
-        return member.pod_uid in self._ended or member.process in self._ended
-
-    def _remember(self, key: str, still_running: tuple[Member, ...] = ()) -> None:
-        if key:
-            self._ended[key] = still_running
-        while len(self._ended) > MOST_REMEMBERED:
-            del self._ended[next(iter(self._ended))]
+        return member.pod_uid in self._ended
 
     def _process(self, member: Member) -> _Registered | None:
         known = self._actors.get(member.actor)

@@ -1,4 +1,4 @@
-"""The trainer's end of the weight transfer: manifest, snapshots, groups and broadcasts.
+"""The trainer's end of the weight transfer: manifest, snapshots, groups and broadcasts, and the weight log.
 
 Only `snapshot` stops the optimizer. It copies the weights once, in the dtype of the transfer; on a device, a separate stream
 does the copy. A snapshot may be sent several times, on any group, on a background thread. Before each chunk, an int64[6] header
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import threading
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
@@ -21,10 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from pipelinerl.bus.jetstream import Bus
+from pipelinerl.errors import TransferError
 from pipelinerl.messages.control import Backend
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.rl.memory import LOG_COPIES, MOST_SNAPSHOTS
 from pipelinerl.service.lifecycle import on_thread
+from pipelinerl.service.retry import Backoff, is_transfer_error, retry_forever
 from pipelinerl.transfer.chunks import (
     ReusedMemory,
     checksum,
@@ -38,7 +42,13 @@ from pipelinerl.transfer.chunks import (
 )
 from pipelinerl.transfer.group import HOST, GroupStore, Placement, WeightGroup, close_when_met, on_device
 from pipelinerl.transfer.manifest import Chunk, GroupSpec, LowRank, Manifest, TransferAborted, TransferResult, build_manifest
+from pipelinerl.transfer.weight_log import WeightLog
+from pipelinerl.v1.control_pb2 import Published
 from services.trainer.learn.lora import factor_names, layer_adapters, served_parameters
+
+log = logging.getLogger(__name__)
+
+LOG_BACKOFF = Backoff(first_s=0.5, most_s=15.0, jitter=0.2)
 
 
 def as_in_files(
@@ -134,15 +144,13 @@ class WeightSender:
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
         """Copy the parameters. On a device, later changes must be queued on the caller's stream. Raises ManifestDiffers."""
         with self.placement.beside():
-            stream = pack(self.manifest, parameters, self._empty_stream())
+            num_bytes, device = self.manifest.total_bytes, self.placement.device
+            if device.type == self.group_placement.device.type == "cpu":
+                stream = self._memory.take(num_bytes)
+            else:  # torch's allocators cache this memory. Snapshots that the host keeps for a device are pinned.
+                stream = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
+            pack(self.manifest, parameters, stream)
         return Snapshot(self.manifest, version, stream, self.placement)
-
-    def _empty_stream(self) -> Tensor:
-        num_bytes, device, of_groups = self.manifest.total_bytes, self.placement.device, self.group_placement.device
-        if device.type == of_groups.type == "cpu":
-            return self._memory.take(num_bytes)
-        # torch's allocators cache this memory. Snapshots that the host keeps for a device are pinned.
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None = None) -> CollectiveGroup:
         """Start to connect with the other ranks of a group. `patience_s`: maximum wait between the connections of two ranks."""
@@ -161,9 +169,7 @@ class WeightSender:
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         first = group.first_chunk(snapshot.manifest.content(snapshot.version))
         kept, chunks = snapshot.manifest.chunks[:first], snapshot.manifest.chunks[first:]
-        ready: Generator[tuple[Tensor, int], None, None] = (snapshot.ready(chunk, placement) for chunk in chunks)
-        if len(chunks) > 1:
-            ready = prefetch(ready, 2, f"checksum-{snapshot.version}")
+        ready = prefetch((snapshot.ready(chunk, placement) for chunk in chunks), 2, f"checksum-{snapshot.version}")
 
         def send() -> TransferResult:
             checksums: list[int] = []
@@ -215,3 +221,67 @@ class CollectiveGroup:
             await asyncio.to_thread(close_when_met, self._meeting)
         else:
             self._meeting.add_done_callback(close_when_met)
+
+
+class LogWriter:
+    """Writes offered versions to the weight log, and announces each one when it is complete in the store.
+
+    It never delays training: if writing takes longer than a step, versions are skipped, and the next delta spans them. A store
+    that fails is tried again, each time with the newest version. The log refers to the last written snapshot and the one that
+    is being written, whose memory the transfers cannot reuse meanwhile."""
+
+    def __init__(self, weight_log: WeightLog) -> None:
+        self._log = weight_log
+        self._newest: Snapshot | None = None
+        self._arrived, self._released, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._held_above: int | None = None
+        self._idle.set()
+        self.published: Published | None = None
+        """The last announcement; None before the first."""
+        self.problem = ""
+        """Why the last attempt to write failed; empty if it succeeded."""
+
+    def offer(self, snapshot: Snapshot) -> None:
+        """Write this version next, instead of an earlier one that still waits."""
+        self._newest = snapshot
+        self._idle.clear()
+        self._arrived.set()
+
+    def hold(self, above: int | None) -> None:
+        """Announce no version after `above` from now on; None = announce all."""
+        self._held_above = above
+        self._released.set()
+
+    async def all_announced(self) -> None:
+        """Wait until the newest offered version is announced."""
+        await self._idle.wait()
+
+    async def run(self, bus: Bus) -> None:
+        """Write and announce versions until cancelled."""
+        while True:
+            await self._arrived.wait()
+            published = await retry_forever(self._write, "write the weight log", retried=is_transfer_error, backoff=LOG_BACKOFF)
+            while self._held_above is not None and published.version > self._held_above:
+                self._released.clear()
+                await self._released.wait()
+            await retry_forever(partial(bus.publish_control, "published", published.SerializeToString()), "say 'published'")
+            self.published = published
+            if not self._arrived.is_set():
+                self._idle.set()
+            try:
+                await self._log.discard_old()
+            except TransferError as error:
+                log.warning("old versions stay in the weight log, and are removed after the next one: %s", error)
+
+    async def _write(self) -> Published:
+        snapshot = self._newest
+        assert snapshot is not None, "one has arrived"
+        self._arrived.clear()
+        try:
+            published = await self._log.add(snapshot.version, snapshot.stream, await asyncio.to_thread(snapshot.sha256))
+            self.problem = ""
+            return published
+        except BaseException as error:
+            self.problem = str(error)
+            self._arrived.set()
+            raise

@@ -31,11 +31,10 @@ from pipelinerl.telemetry.tracing import child, headers_of, root, trace_in, trac
 from pipelinerl.transfer.manifest import DeadlineExceeded
 from pipelinerl.v1 import control_pb2 as pb
 from services.trainer.weight_sync import coordinator as c
-from services.trainer.weight_sync.log_writer import LogWriter
 from services.trainer.weight_sync.membership import LogReaders, MemberChange, Roster, UpdateObserver, UpdateRecord
 
 if TYPE_CHECKING:
-    from services.trainer.weight_sync.sender import CollectiveGroup, Snapshot, WeightSender
+    from services.trainer.weight_sync.sender import CollectiveGroup, LogWriter, Snapshot, WeightSender
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +61,12 @@ class TransferSession:
         self._updater, self.coordinator = updater, coordinator
         self.joiners = {member.actor: member for member in joiners}
         self._is_side = bool(self.joiners)
-        self._phase_at_s, self._token, self._answers_s = 0.0, 0, list[float]()
+        self._phase_at_s, self._answers_s = 0.0, list[float]()
         self.record = UpdateRecord(-1)
         self._span: Span = INVALID_SPAN
         self._commit_span: Span = INVALID_SPAN
-        self._snapshot: Snapshot | None = None
+        self.snapshot: Snapshot | None = None
+        """The version that is sent; None if no version is in transfer."""
         self._begun_at = 0.0
         self._group: CollectiveGroup | None = None
         self._task: asyncio.Task[None] | None = None
@@ -74,13 +74,13 @@ class TransferSession:
 
     def begin(self, version: int, snapshot: Snapshot) -> None:
         """Set the version that is sent after the next `VersionReady`."""
-        self._snapshot, self.record, self._begun_at = snapshot, UpdateRecord(version), time.monotonic()
+        self.snapshot, self.record, self._begun_at = snapshot, UpdateRecord(version), time.monotonic()
         about: a.Attributes = {a.VERSION: version, **({a.ACTOR: ", ".join(self.joiners)} if self.joiners else {})}
         self._span = root("weight_update", attributes=about)
 
     async def step(self, event: c.Event) -> list[c.Action]:
         if isinstance(event, c.DeadlinePassed) and self._timer and self._timer.when() > asyncio.get_running_loop().time():
-            return []  # an answer moved the deadline while this event was queued
+            return []  # a new phase or an answer moved the deadline while this event was queued
         self._note(event)
         answered = len(self.coordinator.answered)
         actions = self.coordinator.step(event)
@@ -96,7 +96,7 @@ class TransferSession:
             self._timer.cancel()
         updater, at_s = self._updater, self._phase_at_s - time.monotonic()
         due_s = self.coordinator.due_s(updater.deadline_s, updater.limit_s, self._answers_s)
-        self._timer = asyncio.get_running_loop().call_later(at_s + due_s, updater.post, self, c.DeadlinePassed(self._token))
+        self._timer = asyncio.get_running_loop().call_later(at_s + due_s, updater.post, self, c.DeadlinePassed())
 
     async def close(self) -> None:
         if self._timer is not None:
@@ -126,26 +126,24 @@ class TransferSession:
                 with self._order_span("announce", action.epoch) as span:
                     await self._say("announce", action, span)
                 assert self._group is not None
-                assert self._snapshot is not None
-                sending = self._broadcast(self._group, self._snapshot, action.epoch, action.version)
+                assert self.snapshot is not None
+                sending = self._broadcast(self._group, self.snapshot, action.epoch, action.version)
                 self._task = updater.tasks.create_task(sending)
             case pb.Commit():
                 self._commit_span = self._order_span("commit", action.epoch)
                 await self._say("commit", action, self._commit_span)
             case pb.Abort():
+                updater.updates["aborted"] += 1
                 log.warning("version %d is aborted in epoch %d: %s", action.version, action.epoch, action.reason)
                 self._span.add_event("aborted", {a.REASON: action.reason})
                 self._end_spans(action.reason, of_commit_only=True)
                 await self._say("abort", action)
                 await self._stop_transfer()
-            case c.SetDeadline(token):
-                self._phase_at_s, self._token, self._answers_s = time.monotonic(), token, []
+            case c.SetDeadline():
+                self._phase_at_s, self._answers_s = time.monotonic(), []
                 self._set_timer()
-            case c.WaitingForMembers():
-                await self._stop_transfer()
             case c.VersionServed():
                 self.record.round_trip_s = time.monotonic() - self._begun_at
-                self._snapshot = None
                 self._end_spans()
             case c.Evicted(actor, epoch, reason):
                 if self._is_side:  # for other members, the recorder logs it
@@ -154,6 +152,8 @@ class TransferSession:
 
     async def _form_group(self, epoch: int, members: tuple[c.Member, ...]) -> None:
         await self._stop_transfer()
+        if not members:
+            return
         updater = self._updater
         world_size = 1 + sum(member.ranks for member in members)
         patience_s = PATIENCE_S if updater.roster.have_met(members) else None
@@ -260,7 +260,6 @@ class WeightUpdater:
         assumption."""
         self._formed_before = False
         self._changed = asyncio.Condition()
-        self._under_way: Snapshot | None = None
         self._served_snapshot: Snapshot | None = None
         self._reasons: dict[str, str] = {}
         self.served_version = -1
@@ -312,7 +311,6 @@ class WeightUpdater:
     async def offer(self, version: int, snapshot: Snapshot) -> None:
         """Wait until no version is in transfer to the epoch, then begin to send `version`."""
         await self.all_served()
-        self._under_way = snapshot
         self._main.begin(version, snapshot)
         self.post(self._main, c.VersionReady(version))
         if self.log is not None:
@@ -331,7 +329,7 @@ class WeightUpdater:
 
     async def all_served(self) -> None:
         """Wait until no version is in transfer to the epoch."""
-        await self._until(lambda: self._under_way is None)
+        await self._until(lambda: self._main.snapshot is None)
 
     async def order_sleep(self) -> None:
         """Order the actors that serve `served_version` to sleep until the next version. No version may be in transfer."""
@@ -370,7 +368,7 @@ class WeightUpdater:
                 await session.close()
 
     async def _first_served_in_time(self) -> None:
-        await self._until(lambda: self._under_way is not None)
+        await self._until(lambda: self._main.snapshot is not None)
         try:
             async with asyncio.timeout(self._join_timeout_s + self.limit_s - self.deadline_s):
                 await self._until(lambda: self.served_version >= 0)
@@ -385,9 +383,9 @@ class WeightUpdater:
     async def _watch_members(self) -> None:
         async with self.bus.watch_members() as events:
             async for event in events:
+                for actors in (self._draining, self.starting):
+                    actors.discard(event.actor)
                 if event.payload is None:
-                    self._draining.discard(event.actor)
-                    self.starting.discard(event.actor)
                     self._leave(c.MembersLeaving.unregistered(event.actor))
                     continue
                 try:
@@ -397,14 +395,13 @@ class WeightUpdater:
                     log.error("registration of %s is set aside: %s", event.actor, error, extra=AGGREGATED)
                     continue
                 member = c.Member(said.actor, said.process, said.ranks, said.grpc_address, said.pod_uid)
-                (self.starting.add if said.phase == "starting" else self.starting.discard)(said.actor)
                 if said.phase == "starting":  # an older process of that actor is gone
+                    self.starting.add(said.actor)
                     self._leave(c.MembersLeaving.unregistered(said.actor, reason="it restarted"))
                 elif said.phase == "draining":
                     self._draining.add(said.actor)
                     self._leave(c.MembersLeaving((member,), "it is shutting down"))
                 elif said.reads_log:
-                    self._draining.discard(said.actor)
                     if said.actor in self._main.coordinator.present:  # it restarted with another weights.backend
                         self.post(None, c.MembersLeaving.unregistered(said.actor))
                     version = said.policy_version if said.incarnation == self.incarnation else -1
@@ -412,7 +409,6 @@ class WeightUpdater:
                         self.readers.up(member)
                         self._reader_serves(self.readers.serves(said.actor, version))
                 else:
-                    self._draining.discard(said.actor)
                     self._tell(self.readers.leaves(said.actor, "it restarted with another weights.backend", left=False))
                     self.post(None, c.MemberUp(member))
 
@@ -481,7 +477,7 @@ class WeightUpdater:
                     await self._step_main(event)
                 elif session in self._sides:
                     await self._step_side(session, event)
-                    await self._tend_sides()
+                await self._tend_sides()  # after all actions, because an evicted actor must first wait for some heartbeats
                 async with self._changed:
                     self._changed.notify_all()
 
@@ -502,7 +498,6 @@ class WeightUpdater:
                         changes = self.roster.gone(member.actor, self.epoch, self.served_version, reason, left=cause is None)
                         self._tell(changes)
                         self.on_change()
-        await self._tend_sides()
 
     def _tell(self, changes: list[MemberChange]) -> None:
         for change in changes:
@@ -511,28 +506,24 @@ class WeightUpdater:
     async def _step_main(self, event: c.Event) -> None:
         for action in await self._main.step(event):
             match action:
-                case c.FormGroup(epoch):
-                    if self._formed_before:
-                        self.regroups += 1
+                case c.FormGroup(_, members) if members:
+                    self.regroups += self._formed_before
                     self._formed_before = True
                 case c.Evicted(actor, _, reason, cause):
                     self.evictions += cause is not None
                     self._note_reason(actor, reason)
                     self._tell(self.roster.put_out(action, self.served_version))
-                case pb.Abort():
-                    self.updates["aborted"] += 1
-                case c.WaitingForMembers(version) if self.readers.members:
+                case c.FormGroup() if self.readers.members:
                     self.post(self._main, c.ServedFromLog(self.readers.newest))
-                case c.WaitingForMembers(version):
-                    log.warning("no actor is left: version %d waits for one to register", version)
+                case c.FormGroup():
+                    log.warning("no actor is left: version %d waits for one to register", self._main.record.version)
                 case c.VersionServed(version, epoch):
-                    self._served_snapshot, self._under_way = self._under_way, None
+                    self._served_snapshot, self._main.snapshot = self._main.snapshot, None
                     self.served_version = version
                     self._tell(self.roster.served(self._main.coordinator.members.values(), epoch, version))
                     self.updates["served"] += 1
                     self._observer.served(self._main.record)
                     self.on_change()
-        await self._tend_sides()  # after all actions, because an evicted actor must first wait for some heartbeats
 
     async def _tend_sides(self, *, gathered: bool = False) -> None:
         """Remove gone actors, and members of the epoch, from side groups. Open the side groups that other actors need, after a
@@ -566,8 +557,6 @@ class WeightUpdater:
                         self.post(self._main, c.MemberReady(member.actor, member.process))
                         self._observer.joined(member.actor, session.record)
                     self.on_change()
-                case pb.Abort():
-                    self.updates["aborted"] += 1
                 case c.Evicted(actor, _, _, cause):
                     member = joiners.pop(actor)
                     if cause is not None:
