@@ -1,4 +1,4 @@
-"""Names and limits of a run's streams, and the messages on them, whose payloads are bytes here. Pure."""
+"""Names and limits of a run's streams, and types of their messages. Payloads are bytes, which other modules parse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import MappingProxyType
 from pipelinerl.errors import FieldError
 
 Headers = Mapping[str, str]
-"""Headers of a message, as the publisher gave them. Names that begin with `Nats-` are the bus's own."""
+"""Headers of a message, as the publisher gave them. Names that begin with `Nats-` are reserved for the bus."""
 NO_HEADERS: Headers = MappingProxyType({})
 
 
@@ -31,13 +31,13 @@ class StreamLimits:
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
-    """Deliveries of a group after which an actor terminates it and publishes its samples as failed."""
+    """If a group is delivered more often than this, an actor removes it and publishes its samples as failed."""
     member_ttl_s: float = 10.0
     replicas: int = 1
 
     def max_bytes(self, share: float) -> int:
         """Return the size limit of another stream, as a `share` of the limit of SEQUENCES. All shares add up to less than a
-        third, so a volume of 4/3 of that limit holds all streams."""
+        third. A volume of 4/3 of that limit therefore holds all streams except the weight log."""
         return max(_LEAST_BOUND_BYTES, int(share * self.sequences_max_bytes))
 
 
@@ -112,7 +112,7 @@ ACTORS = "actors"
 
 
 class Subjects:
-    """Subjects, streams and buckets of one run. Subjects are prefixed by the run, so that runs share one NATS."""
+    """Subjects, streams and buckets of one run. Each contains the run's name, so that several runs can share one NATS."""
 
     def __init__(self, run: str) -> None:
         self.run = check_run_name(run)

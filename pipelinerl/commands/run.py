@@ -107,8 +107,8 @@ def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStac
 def resume(
     run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = (), reward_rows: int = 0
 ) -> tuple[Recipe, list[str]]:
-    """Prepare a run's folder for a new start, with its own recipe or with `recipe`. Return the recipe and notes for the user.
-    Raises `UserError`, with nothing changed, if the run cannot continue."""
+    """Prepare a run's folder for a new start, with the recipe stored there or with the one named `recipe`. Return the recipe
+    and notes for the user. Raises `UserError`, and changes nothing, if the run cannot continue."""
     old = loading.read_recipe(run_dir.recipe)
     for field in read_json(run_dir.placement).get("automatic") or []:
         loading.set_value(old, field.split("."), "auto")  # A placement replaced it by a number.

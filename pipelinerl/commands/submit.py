@@ -1,4 +1,4 @@
-"""`pipelinerl submit` and `pipelinerl runs`: one command for one run in a cluster, and the list of a namespace's runs.
+"""`pipelinerl submit` starts a run in a cluster and fetches its results. `pipelinerl runs` lists the runs of a namespace.
 
 A run is a release of the Helm chart under the run's name. It does not need this process: if the command is interrupted, the run
 goes on, and `--attach` watches it again.
@@ -31,7 +31,7 @@ _COLUMNS = ("RELEASE", "RUN", "PHASE", "STEP", "ACCURACY", "LAG", "AGE")
 
 
 def submit(args: argparse.Namespace) -> int:
-    """Return the exit code. Raises `UserError` for a mistake that is found before anything is installed."""
+    """Submit or watch a run, and return the exit code. Raises `UserError` for a mistake found before anything is installed."""
     if (args.recipe is None) == (args.attach is None):
         raise FieldError("RECIPE", args.recipe or "", "give either a recipe, or --attach RELEASE to watch a run in progress")
     recipe = load_recipe(args.recipe, args.overrides) if args.recipe is not None else None
@@ -41,7 +41,7 @@ def submit(args: argparse.Namespace) -> int:
         submission.check_folder(folder)
     for file in args.values:
         if not file.is_file() or "," in str(file):
-            raise FieldError("--values", str(file), "no such file, or a comma in its name, at which Helm splits it")
+            raise FieldError("--values", str(file), "give an existing file whose path has no comma, at which Helm splits it")
     release = Release(name, _client(args), args.output, recipe.trainer.steps if recipe else 0)
     release.left = release.left if recipe else release.goes_on
     try:
@@ -104,7 +104,7 @@ def chart_values(recipe: Recipe, run: str) -> dict[str, Any]:
 def _chart(given: str | None) -> str:
     chart = Path(pipelinerl.__file__).resolve().parents[1] / "deploy" / "helm"
     if given is None and not (chart / "Chart.yaml").is_file():
-        raise FieldError("--chart", "", "there is no chart here; name its folder, or an address such as oci://HOST/CHART")
+        raise FieldError("--chart", "", "this installation has no chart; give a folder, or an address such as oci://HOST/CHART")
     return given or str(chart)
 
 
@@ -126,8 +126,8 @@ def runs(args: argparse.Namespace) -> int:
 
 
 def rows_of(found: list[Object], now: datetime) -> list[dict[str, Any]]:
-    """Return one row for each release, the newest first: its name, its age and what its run publishes, as text. `found`: the
-    trainers' StatefulSets, which also exist for runs that publish nothing, and then the ConfigMaps of runs. Pure."""
+    """Return one row per release, the newest first, with its name, its age and the data of its run's ConfigMap. `found` lists
+    the trainers' StatefulSets and then the ConfigMaps, which replace them. Runs may have no ConfigMap yet. Pure."""
     rows = []
     for release, item in {labels_of(item).get(INSTANCE, ""): item for item in found}.items():
         age = now - datetime.fromisoformat(item["metadata"]["creationTimestamp"])

@@ -38,7 +38,7 @@ _PROC = Path("/proc")
 _POLL_S = 0.05
 _TAIL_LINES = 20
 LOG_BYTES = 64 * 1024**2
-"""Maximum size of a service's log. As many bytes of the older log are kept in a second file."""
+"""Maximum size of a service's log. When the log exceeds it, its last `LOG_BYTES` are moved to a second file."""
 _LEFTOVER_S = 1.0
 _KILL_ROUNDS, _KILL_WAIT_S = 3, 1.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Launch:
-    """A process to start. It inherits no other variables than those of `environment`."""
+    """A process to start. Its environment variables are exactly those of `environment`."""
 
     name: str
     command: tuple[str, ...]
@@ -177,9 +177,9 @@ class ServiceProcess:
 
 @dataclass
 class Restarts:
-    """Decide whether and when a service is started again, by the number of its restarts in a row. A long life, or progress of
-    the run between two deaths, resets this number. A service that keeps dying within `stable_s` of each start is
-    therefore given up."""
+    """Decide whether and when a service is restarted, by its number of restarts in a row. A process that lived for `stable_s`
+    resets this number, and so does progress of the run since the previous death. A service that reports a user's mistake
+    is not restarted."""
 
     limit: int = 5
     """Maximum restarts in a row."""
@@ -267,7 +267,7 @@ def why_taken(port: int) -> str:
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files to the maximum, because any user of the machine can open connections to services."""
+    """Raise the limit of open files to the maximum. Connections count as files, and any user of the machine can open some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # The system may allow less than `hard`.
         if 0 <= soft < hard:

@@ -50,7 +50,7 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
-    """Draw at most `width` bars. Each one is the mean of an equal number of values. Fewer than two values give ""."""
+    """Draw at most `width` bars, each the mean of about equally many values. Return "" for fewer than two values."""
     points = list(values)
     if len(points) < 2:
         return ""
@@ -113,7 +113,7 @@ class RunState:
         return int(self.last.get("step") or 0)
 
     def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
-        """Record an optimizer step, which was reported `elapsed_s` seconds after the runner's start. If this is None, the step
+        """Record an optimizer step. `elapsed_s`: seconds from the runner's start to the step's report; with None, the step
         does not count for the pace. If the step is known, a restart undid it: it and all later steps are removed first."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
@@ -148,7 +148,7 @@ class RunState:
 
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
-    """Return the seconds until the final step, at the pace of the newest steps; None if it is unknown or no longer valid."""
+    """Return the seconds until the final step, at the pace of the newest steps; None if that pace is unknown or outdated."""
     pace_s, quiet_s = _pace_s(state), elapsed_s - state.moved_s
     if state.ended or pace_s is None or quiet_s > max(_UNSTEADY_S, 3 * pace_s):
         return None

@@ -19,7 +19,7 @@ Control = Order | pb.Registration | pb.EpochJoined | pb.Staged | pb.Serving
 _Control = TypeVar("_Control", bound=Control)
 
 _MAX_RANKS = 1023
-"""Maximum number of ranks of one actor, above any use; a corrupt number must not allocate memory for millions of ranks."""
+"""Maximum number of ranks of one actor. It keeps a corrupt number from allocating memory for millions of ranks."""
 _REQUIRED = {
     *("actor", "process", "grpc_address", "store_address", "manifest_id", "place"),
     *("incarnation", "ranks", "first_rank", "world_size", "deadline_s"),

@@ -1,6 +1,6 @@
 """Prompt groups, sequences and dead letters: the messages between services, apart from control messages.
 
-Messages are checked when they enter a process, and already when they are encoded, so that an actor can publish an invalid
+Messages are checked when they are encoded and when they are decoded. The check at encoding lets an actor publish an invalid
 sequence as a failure with its reason. A `MessageError` names the message, the field and the problem. The trainer, not this
 module, checks whether a version exists or a group was issued. Arrays of a decoded message are read-only views of its bytes.
 """
@@ -156,8 +156,8 @@ class PromptGroup:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sequence(Branch):
-    """One finished sequence. Its own fields are its first branch; only an episode has more, in `branches`. `failure` is empty
-    if it succeeded. `finish_reason` is that of the latest turn."""
+    """One finished sequence. The fields of `Branch` are its first branch; only an episode has more, in `branches`. `failure` is
+    empty if the sequence succeeded. `finish_reason` is that of the latest turn."""
 
     run: str
     sequence_id: str
@@ -210,7 +210,7 @@ class Sequence(Branch):
 EMPTY_COMPLETION = "empty_completion"
 """Failure that the policy causes. A held-out answer that fails in this way counts as wrong."""
 MAX_SAMPLES = 65_536
-"""Maximum number of samples of one group, above any use; a corrupt number must not create billions of samples."""
+"""Maximum number of samples of one group. It keeps a corrupt number from creating billions of samples."""
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"
 FINISH_REASON_TO_PROTO = {
     None: pb.FINISH_REASON_UNSPECIFIED,

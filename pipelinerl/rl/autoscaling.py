@@ -58,8 +58,8 @@ def full_rate(rate: float, occupancy: float, known: float | None) -> float:
 
 
 def replicas_wanted(needed: float, most: int, current: int | None = None) -> int:
-    """Return the number of actors for `needed` = C / P, at most `most`. The previous number `current` is kept while at most 0.1
-    actors are lacking and at most one actor and a tenth of `current` are surplus."""
+    """Return the number of actors for `needed` = C / P, at most `most`. The previous number `current` is kept while it is at
+    most 0.1 below `needed` and at most 1 + `current` / 10 above it."""
     enough = max(1, math.ceil(needed))
     if current is not None and current - 1 - 0.1 * current <= needed <= current + 0.1:
         enough = current
@@ -67,7 +67,7 @@ def replicas_wanted(needed: float, most: int, current: int | None = None) -> int
 
 
 class ReplicasWanted:
-    """The number of actors wanted; None until it is known. `slots`: H. `batch_size`: B. `in_flight`: M."""
+    """Computes `wanted`, the number of actors wanted; None until it is known. `slots`: H. `batch_size`: B. `in_flight`: M."""
 
     def __init__(self, *, slots: int, batch_size: int, in_flight: int) -> None:
         self._slots, self._batch_size, self._most = slots, batch_size, max(1, math.ceil(in_flight / slots))

@@ -1,8 +1,8 @@
 """Decide how many prompt groups may be issued and which of their sequences may be trained on; compute advantages and lag.
 
 **The feeder's bound.** Every step consumes exactly K = B / n groups. A group is *lost* if none of its samples is trained on;
-then another one is issued instead. Let N(v) be the groups issued and not lost. Groups are counted, because a count of sequences
-would loosen with every failed sample.
+then another one is issued instead. Let N(v) be the number of groups issued and not lost while v is served. The bound counts
+groups, because a count of sequences would loosen with every failed sample.
 
 With max_lag, keep `N(v) <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then at most
 number `(v + 1 + max_lag) * K` in order of issue. A trainer that consumes in that order uses it at version `v + max_lag` or
@@ -67,10 +67,10 @@ WAIT_SHARE = 0.02
 
 
 class IssueRoom(NamedTuple):
-    """Room for groups at a moment. `allowance`: groups that may be issued now. `by_version`: groups that the staleness bound
-    alone would allow. `held_by_max_lag`: whether `max_lag`, rather than the end of the run, is why no more groups may be
-    issued. `in_flight`: samples that the freshness limit counts: in progress, or of groups that wait for a step. `limit`: the
-    freshness limit in samples; None in conventional mode, whose phases bound the samples in flight."""
+    """How many groups may be issued, and why not more. `allowance`: groups that may be issued now. `by_version`: groups that
+    the staleness bound alone would allow. `held_by_max_lag`: True if `max_lag`, not the end of the run, makes `by_version` 0.
+    `in_flight`: samples that the freshness limit counts, which are in progress or belong to groups that wait for a step.
+    `limit`: the freshness limit in samples; None in conventional mode, whose phases bound the samples in flight."""
 
     allowance: int
     by_version: int

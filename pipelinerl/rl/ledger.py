@@ -172,8 +172,8 @@ class SequenceTracker:
 
     def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """Return all samples of the group that this sequence completes, by index; empty while samples are missing. Failed
-        samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence names another
-        size."""
+        samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence names another size
+        of its group."""
         group = self.open_groups.get(sequence.group_id)
         if group is None:
             return ()

@@ -140,7 +140,7 @@ PIECES = (1, 4, 16, 0)
 """Divisors of the token budget: a piece has at most budget / divisor tokens; 0 puts each sequence in its own piece. Small
 pieces can be spread evenly over ranks; large ones compute a prompt less often."""
 COPIES_OF_A_TOKEN = 5
-"""Copies of a prompt token that need the memory of one computed token. Copies exist only in attention."""
+"""Number of copies of a prompt token that take as much memory as one computed token. Copies exist only in attention."""
 
 
 def plan_step(

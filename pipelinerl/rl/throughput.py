@@ -1,5 +1,5 @@
-"""Compute in closed form the highest throughput of both methods of the PipelineRL paper (its appendix A), and their largest
-lag.
+"""Compute in closed form the highest throughput and the largest lag of conventional RL and of the pipeline (PipelineRL paper,
+appendix A).
 
 A generator with h sequences in progress makes U(h) tokens per unit of time, a decode step takes h / U(h), and one rank trains
 on a token in τ. In the paper the unit is a *flash*, the time that a token takes at full utilisation, so U is a utilisation;
@@ -122,7 +122,7 @@ def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
 
 
 def generation_rate(curve: DecodeCurve, lengths: Lengths, num_sequences: int, num_generators: int) -> float:
-    """Return r_gen of one phase of `num_sequences` = K, spread evenly over generators whose batches drain."""
+    """Return r_gen of a phase of `num_sequences` (K), spread evenly over generators, which then take no further sequences."""
     # Between two lengths that occur, the number of unfinished sequences does not change.
     unfinished = np.cumsum(lengths.shares[::-1])[::-1] * (num_sequences / num_generators)
     decode_steps = np.diff(lengths.tokens, prepend=0)
