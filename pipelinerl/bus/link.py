@@ -2,7 +2,7 @@
 
 `Connection` adds three things to nats-py's client. A refusal by the server reaches the waiting task. A lost connection ends the
 open requests. Logins and certificates are read again for each connection. A file that is unreadable at the start is an error;
-later, its previous content is used, with a warning. No password is logged. If TLS is configured, it is required for logins.
+later, its previous content is used, with a warning. No password is logged. If TLS is configured, logins use only TLS.
 """
 
 from __future__ import annotations
@@ -377,7 +377,7 @@ class Puller(ABC):
     async def _on_message(self, message: Msg) -> None: ...
 
     def on_refusal(self, lowered: str) -> None:
-        """Raise `NotPermitted` in the waiting task if the refused subject (in lower case) is that of this reader's requests."""
+        """Raise `NotPermitted` in the waiting task if this reader's requests use the refused subject (`lowered`)."""
         if lowered == self._asked.lower():
             self._error = NotPermitted(self._connection.user, self._asked)
             self._woken.set()

@@ -29,8 +29,8 @@ Permissions = dict[str, list[str]]
 
 
 def inbox_prefix(user: str) -> str:
-    """Return the prefix of a user's inboxes, `_INBOX_<user>`. No other user but ADMIN may read them. A name that is empty or
-    cannot be part of a subject gets NATS's default prefix."""
+    """Return the prefix of a user's inboxes, `_INBOX_<user>`. Only this user and ADMIN may read them. For a name that is
+    empty or cannot be part of a subject, return NATS's default prefix."""
     return f"_INBOX_{user}" if _TOKEN.fullmatch(user) else "_INBOX"
 
 

@@ -76,7 +76,7 @@ class ControlMessage:
 
 @dataclass(frozen=True)
 class MemberEvent:
-    """A registration that was made or renewed; if `payload` is None, one that was removed or expired."""
+    """A member's registration was made or renewed or, if `payload` is None, removed or expired."""
 
     actor: str
     payload: bytes | None
@@ -103,7 +103,7 @@ def check_actor_name(actor: str) -> str:
 
 
 def group_id_of(msg_id: str) -> str:
-    """Return the group of a message id on PROMPTS: g12 for `g12` and, if it was published again, for `g12/...`."""
+    """Return the group's id from a message id of PROMPTS: `g12` for `g12`, and for `g12/...` of a group published again."""
     return msg_id.partition("/")[0]
 
 

@@ -1,7 +1,7 @@
 """`pipelinerl submit` starts a run in a cluster and fetches its results. `pipelinerl runs` lists the runs of a namespace.
 
-A run is a release of the Helm chart under the run's name. It does not need this process: if the command is interrupted, the run
-goes on, and `--attach` watches it again.
+Each run is a release of the Helm chart under the run's name. If the command is interrupted, the run goes on, and `--attach`
+watches it again.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _chart(given: str | None) -> str:
 
 
 def runs(args: argparse.Namespace) -> int:
-    """List the runs of a namespace. Raises `KubeError`, which names a missing permission."""
+    """List the runs of a namespace. Raises `KubeError`, for example if a permission is missing."""
 
     async def listed() -> list[Object]:
         async with _client(args) as client:

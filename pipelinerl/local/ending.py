@@ -117,7 +117,7 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
 
 
 def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
-    """Return the trainer's summary with the runner's figures added. Without a summary, metrics.jsonl gives one."""
+    """Return the trainer's summary with the runner's figures added. If it is missing, compute it from metrics.jsonl."""
     summary = read_json(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
     interrupted = ending.interrupted or bool(summary.get("interrupted"))
     own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}
@@ -160,7 +160,7 @@ def _losses(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def reward_ends(summary: Mapping[str, Any], key: str) -> str:
-    """Return the first and last `reward` or `heldout_reward` of a summary; empty if they are unknown."""
+    """Return the first and last value of `key` (`reward` or `heldout_reward`) as text; "" if they are unknown."""
     first, last = summary.get(f"{key}_first"), summary.get(f"{key}_last")
     return "" if last is None else f"{number(first, 3)} -> {number(last, 3)}"
 

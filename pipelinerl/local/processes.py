@@ -1,4 +1,4 @@
-"""Processes of a local run: start a service, wait until it serves, stop it with all its workers, decide on restarts.
+"""Processes of a local run: start a service, wait until it serves, stop it and its workers, and decide on restarts.
 
 Each service leads its own session. The terminal's Ctrl-C therefore reaches only the runner, which stops the services in order.
 A service gets SIGTERM when the runner dies. Its workers stay in its session, even after the service is killed. On Linux, /proc
@@ -104,7 +104,7 @@ class ServiceProcess:
         return await self._process.wait()
 
     def died(self, restarts: int = 0) -> ServiceDied:
-        """Return the error to raise for this process after it ended."""
+        """Return the error to raise for this process after it has ended."""
         assert self.returncode is not None
         return ServiceDied(self.launch, self.returncode, restarts)
 
@@ -184,10 +184,10 @@ class Restarts:
     limit: int = 5
     """Maximum restarts in a row."""
     limit_unserved: int = 1
-    """Maximum restarts in a row of a service that has never served, because the cause is unlikely to vanish."""
+    """Maximum restarts in a row of a service that has never served, because its fault is likely to persist."""
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=1.0, most_s=60.0))
     stable_s: float = 600.0
-    """Life of a process after which the number of restarts in a row is reset."""
+    """Seconds that a process must live to reset the number of restarts in a row."""
     in_a_row: int = field(default=0, init=False)
     _furthest: int = field(default=0, init=False)
 
@@ -236,8 +236,8 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
 
 
 def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
-    """Move the last `most_bytes` of a larger log to `<name>.log.1`, and empty the log. Lines that the process writes meanwhile
-    are lost, because it keeps the log open."""
+    """Copy the last `most_bytes` of a larger log to `<name>.log.1`, and empty the log, which its process keeps open. Lines
+    that are written during the copy are lost."""
     if log.stat().st_size > most_bytes:
         with log.open("rb") as file, log.with_suffix(".log.1").open("wb") as kept:
             file.seek(-most_bytes, os.SEEK_END)

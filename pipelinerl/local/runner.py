@@ -568,7 +568,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error in `raised`. Raise `raised` if any of its errors is neither ours nor due to a full disk."""
+        """Return the first error in `raised`. Raise `raised` if it has one that is neither ours nor due to a full disk."""
         errors = _leaves(raised)
         if any(not isinstance(one, PipelineRLError) and getattr(one, "errno", None) not in _DISK_FULL for one in errors):
             raise raised

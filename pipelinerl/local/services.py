@@ -1,4 +1,4 @@
-"""Command, environment and number of threads of each service of a local run. In a cluster, pods get the same variables.
+"""Command, environment variables and threads of each service of a local run. In a cluster, pods get the same variables.
 
 This module also starts the process that unpacks or copies the initial policy.
 """
@@ -41,7 +41,7 @@ class ThreadPlan:
     engine: int
 
     def actor_env(self) -> dict[str, str]:
-        """Return an actor's environment. Without `nobind`, vLLM would pin all actors to the same cores."""
+        """Return the variables for an actor's threads. Without `nobind`, vLLM would pin all actors to the same cores."""
         return {**_thread_env(self.engine), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -102,7 +102,7 @@ def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str
 
 
 def restore_compiled(environment: Mapping[str, str]) -> None:
-    """Make the folder for compiled code again if it was removed, because torch cannot make it through the link to it."""
+    """Recreate the folder for compiled code if it was removed, because torch cannot create it through the symbolic link."""
     for link in Path(environment["TMPDIR"]).glob("torchinductor_*"):
         with contextlib.suppress(OSError):
             link.readlink().mkdir(0o700, parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ async def initial_model(
     report: Callable[[str], None],
 ) -> str:
     """Return the folder of the initial policy; "" for a hub model, which the services fetch. If the folder must be built, a
-    process of `run_process` builds it, and `report` is called with its progress. Raises `ServiceDied` if that fails."""
+    process started by `run_process` builds it, and `report` is called with its progress. Raises `ServiceDied` if that fails."""
     if not is_built(recipe.model):
         folder = model_folder(recipe.model)
         return "" if folder is None else str(folder.resolve())

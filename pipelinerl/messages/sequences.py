@@ -170,9 +170,9 @@ class Sequence(Branch):
     metrics: dict[str, float] = field(default_factory=dict)
     """Other numbers that an environment or a reward reports."""
     answer: str = ""
-    """Part of the completion that the reward took as the answer, for people."""
+    """Part of the completion that the reward took as the answer. People read it."""
     reason: str = ""
-    """The reward's explanation of its value, for people."""
+    """The reward's explanation of its value. People read it."""
     finish_reason: FinishReason = FinishReason.STOP
     failure: str = ""
     group_token: bytes = b""
@@ -239,8 +239,8 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
 
 
 def remains_of_sequence(data: bytes, *, run: str) -> tuple[str, bytes]:
-    """Return the id and group token of a sequence that `decode_sequence` refuses. Both are empty if it does not parse or is of
-    another run."""
+    """Return the id and group token of a sequence that `decode_sequence` refuses. Both are empty if the message does not parse
+    or is of another run."""
     try:
         message = parse(pb.Sequence(), data, _SEQUENCE)
     except MessageError:
@@ -289,7 +289,7 @@ def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
 
 
 def _to_proto(value: Any) -> dict[str, Any]:
-    """Return a dataclass's fields as the constructor of its protobuf message takes them."""
+    """Return a dataclass's fields as keyword arguments for its protobuf message."""
     fields = {name: _ENCODERS[name](given) if name in _ENCODERS else given for name, given in vars(value).items()}
     if type(value) is Branch:
         del fields["finish_reason"]
@@ -297,8 +297,8 @@ def _to_proto(value: Any) -> dict[str, Any]:
 
 
 def _from_proto(message: Message, kind: str, prefix: str = "") -> dict[str, Any]:
-    """Return a message's fields as those of its dataclass. Raises `MessageError` only for lengths of arrays and for unknown
-    finish reasons."""
+    """Return a message's fields as keyword arguments for its dataclass. Raises `MessageError` only for wrong lengths of arrays
+    and unknown finish reasons."""
     fields = {name: getattr(message, name) for name in message.DESCRIPTOR.fields_by_name}
     for name in fields:
         if name in _DECODERS:
@@ -504,7 +504,7 @@ def check_finite(value: float, kind: str, field: str, *, at_least: float = -math
 
 
 def check_run(run: str, expected_run: str, kind: str) -> None:
-    """Raise `MessageError` if `run` is empty, or is not `expected_run` if that is given."""
+    """Raise `MessageError` if `run` is empty or not `expected_run` (empty = any)."""
     if not run or run != (expected_run or run):
         raise MessageError(kind, "run", f"{run!r} is not this run, {expected_run!r}" if run else "is empty")
 

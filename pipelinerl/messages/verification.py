@@ -159,7 +159,7 @@ class VerifierClient:
 
     @contextmanager
     def _tries(self) -> Iterator[verifier_pb2_grpc.VerifierServiceStub]:
-        """Yield the stub for one call, and report the call if it fails.
+        """Yield the stub for one call, and call `on_failed_try` if the call fails.
 
         A channel keeps the certificates that it was opened with. If the server was unreachable and the certificates were
         renewed, later calls therefore use another channel. The old one is not closed, because that would cancel its calls.

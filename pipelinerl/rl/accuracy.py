@@ -14,7 +14,7 @@ from statistics import fmean
 
 MOST_REPORTED = 24
 _Z = 1.959964
-"""Standard normal quantile of 97.5 %."""
+"""97.5 % quantile of the standard normal distribution."""
 
 
 def wilson_interval(share: float, trials: int) -> tuple[float, float]:

@@ -19,9 +19,9 @@ count.
 With A actors of H slots, `A * (H + n) + B` samples are always enough: A * H for full slots, a next group of n for each actor,
 and B for a waiting batch. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait, unless max_lag
 caused the wait. It falls if complete groups are left over after each of `limit / B + 1` steps. Let q be the smallest number
-left over: a queue of q groups makes sequences older and feeds no step. If q > 1, the limit falls by q / 4 groups. Steps count
-only after all groups issued before the last change are complete. When an actor leaves, the limit returns to its ceiling,
-because the actor's samples stay in flight for up to half a minute.
+left over: a queue of q groups makes sequences older and feeds no step. If q > 1, the limit falls by q / 4 groups, rounded up.
+Steps count only after all groups issued before the last change are complete. When an actor leaves, the limit returns to its
+ceiling, because the actor's samples stay in flight for up to half a minute.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
 version is (incarnation, number): after a restart from v = 20, version 25 of the previous incarnation is a policy that no longer
@@ -130,8 +130,8 @@ class IssueBounds:
 
     def begin_step(self, num_actors: int, groups: IssuedGroups, wait_share: float, *, for_max_lag: bool) -> None:
         """Adapt the freshness limit when a step has received its batch. `wait_share`: share of the time since the previous step
-        in which the trainer waited for sequences. `for_max_lag`: the staleness bound caused this wait, so a higher freshness
-        limit would not shorten it."""
+        in which the trainer waited for sequences. `for_max_lag`: True if the staleness bound caused this wait, which a higher
+        freshness limit would not shorten."""
         self.steps_begun += 1
         limit = self.limit(num_actors)
         if limit is None:
@@ -235,7 +235,7 @@ def stale_reason(
 
 
 def length_bucket(num_tokens: int) -> int:
-    """Return the upper end of the power-of-two bucket of a completion's length; 16 is the first."""
+    """Return the upper end of a completion's bucket of lengths: 16, 32, 64 and so on."""
     return max(16, 1 << max(0, num_tokens - 1).bit_length())
 
 
@@ -246,7 +246,7 @@ STD_FLOOR = 1e-6
 
 
 def smallest_group(baseline: Baseline) -> int:
-    """Return how many rewards the baseline needs."""
+    """Return the smallest number of rewards with which the baseline works."""
     return 2 if baseline == "leave_one_out" else 1
 
 
@@ -288,7 +288,7 @@ def answer_reward(components: Mapping[str, float]) -> float | None:
 
 
 def equally_right(samples: Iterable[Sequence]) -> bool:
-    """Return whether `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops a group because all its answers earned the same.
+    """Return whether `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops a group, because all its answers earned equally much.
     Only answer terms are compared, if there are any, because right answers differ in their overlong penalty."""
     earned = ((answer_reward(sample.reward_components), sample.reward) for sample in samples)
     return all_equal([reward if answer is None else answer for answer, reward in earned])

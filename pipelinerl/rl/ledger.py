@@ -32,7 +32,7 @@ SKIPPED = "step skipped"
 
 
 class LedgerViolation(AssertionError):
-    """A sequence was issued or closed twice, closed without being issued, or the counts do not add up."""
+    """A sequence was issued twice, closed twice or closed without being issued, or the counts do not add up."""
 
 
 STATES = ("issued", *(outcome.value for outcome in Outcome), "in_flight")

@@ -53,7 +53,7 @@ def pack(lengths: Sequence[int], budget: int) -> Bins:
 
 
 def plan_microbatches(lengths: Sequence[int], budget: int) -> Bins:
-    """Return as few micro-batches as `pack` needs, with tokens spread evenly (LPT) if that still fits the budget."""
+    """Return as few micro-batches as `pack` needs, with tokens spread evenly if that still fits the budget."""
     packed, tokens = pack(lengths, budget), [int(length) for length in lengths]
     even, left = _Planner(tokens, tokens, budget, len(packed)).spread(_falling(tokens, range(len(tokens))))
     return packed if left else even
@@ -87,7 +87,7 @@ class CostModel:
 
 
 UNIT_COST = CostModel(per_token=1.0)
-"""Costs in tokens, for a model that is not known."""
+"""Costs in tokens, for an unknown model."""
 
 
 def causal_pairs(tokens: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]:
@@ -103,14 +103,14 @@ Slots = list[Bins]
 """[slot][rank] → indexes of the sequences of that micro-batch; empty if the rank has none in this slot."""
 
 MOST_LEVELLED_SLOTS = 16
-"""Maximum number of slots that are levelled one by one; with more, that takes long and gains under 1%."""
+"""Maximum number of slots for which `levelled` is tried; with more, it takes long and gains under 1%."""
 BINS_TRIED = 8
 """Number of cheapest bins that are tried before a sequence counts as not fitting."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step's micro-batches: every sequence is in exactly one, and each rank has equally many."""
+    """A step's micro-batches: every sequence is in exactly one, and all ranks have the same number of them."""
 
     slots: Slots
     costs: list[list[float]]
@@ -241,7 +241,7 @@ class _Planner:
     num_ranks: int
 
     def evened(self, packed: Bins, num_slots: int) -> Slots:
-        """Put bins of similar cost into a slot, and spread the slot's sequences over its ranks again if that is faster."""
+        """Put bins of similar cost into a slot, and redistribute the slot's sequences over its ranks if that is faster."""
         padded = packed + [[] for _ in range(num_slots * self.num_ranks - len(packed))]
         falling = sorted(padded, key=lambda members: -_total(members, self.cost))
         return [self._evened_slot(falling[first : first + self.num_ranks]) for first in range(0, len(falling), self.num_ranks)]

@@ -106,7 +106,7 @@ class _Group:
 
 
 _Wait = float | Callable[[], bool]
-"""A wait of a trainer's process: until a time, or until a condition holds, which is checked after each event."""
+"""A wait of a simulated process: until a time, or until a condition holds, which is checked after each event."""
 _Process = Iterator[_Wait]
 
 
@@ -167,9 +167,9 @@ class _Run:
         self.prompts: deque[_Group] = deque()
         self.bounds = IssueBounds(recipe)
         self.issued = self.lost = 0
-        """Numbers of groups issued, and of groups of which nothing was trained."""
+        """Counts of the groups issued, and of those of which nothing was trained."""
         self.open: dict[int, None] = {}
-        """Numbers of groups that are not complete, in order of issue."""
+        """Incomplete groups by their number, in order of issue."""
         self.num_waiting = 0
         """Samples that arrived and wait for others of their group."""
         self.ready: deque[_Group] = deque()
