@@ -189,7 +189,7 @@ class OrderedReader(Puller, Generic[_Item]):
         )
 
     async def _attach(self) -> None:
-        """Make a consumer and a new inbox, which no message of an older consumer reaches."""
+        """Create a consumer and a new inbox, so that no message of an older consumer arrives."""
         self._lost, self._outstanding, self._consumer_position = False, 0, 0
         from_last = self._next_position == 0
         config = ConsumerConfig(

@@ -64,7 +64,7 @@ def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
         if not 0 <= port <= 65535:
             raise FieldError(option, port, "give a port from 1 to 65535, or 0 for any free one")
         if why := why_taken(port):
-            raise FieldError(option, port, f"cannot listen there ({why}); give another, or 0")
+            raise FieldError(option, port, f"cannot listen there ({why}); give another port, or 0 for any free one")
     if 0 < args.metrics_port == args.page_port:
         raise FieldError("--metrics-port", args.metrics_port, "is the port of --page-port; give another, or 0 for any free one")
     return None if args.no_page else args.page_port, args.metrics_port

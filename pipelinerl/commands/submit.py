@@ -56,7 +56,7 @@ def _client(args: argparse.Namespace) -> PersonClient:
         from kubernetes.aio.config import ConfigException, list_kube_config_contexts
     except ImportError as error:
         raise MissingPackage("the package kubernetes is missing: pip install 'pipelinerl[cluster]'") from error
-    try:  # named from here on, since the current context may change during a run of hours
+    try:  # fixed from here on, since the kubeconfig's current context may change during a long run
         context = args.context or list_kube_config_contexts()[1]["name"]
     except (ConfigException, LookupError, TypeError) as error:
         raise FieldError("--context", "", f"no kubeconfig with a current context ({error}); set KUBECONFIG") from error
@@ -70,7 +70,7 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
             if recipe is not None:
                 await submission.check_absent(release)
                 release.display.note(printable("\n".join([f"submitting {release.name}", *understood(args.overrides)])))
-                release.left = f"a part of it may be installed; remove it before you submit it again: {release.removing}"
+                release.left = f"part of the release may be installed; before you submit again, remove it: {release.removing}"
                 await submission.install(release, _chart(args.chart), args.values, chart_values(recipe, release.name))
                 release.left = release.goes_on
                 if not args.watch:
@@ -84,7 +84,7 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
                 report = await submission.fetch(release, seen, folder)
             except (PipelineRLError, OSError) as error:
                 raise ServiceError(f"{error}\nnothing was removed; fetch the results again with: {release.watching}") from error
-            keep = args.keep or not seen.was_submitted  # another release may be meant to stay
+            keep = args.keep or not seen.was_submitted  # a release that somebody else installed may be meant to stay
             if not keep:
                 release.show("removing the release")
                 release.left = f"the results are in {folder}; remove the rest: {release.removing}"
@@ -97,7 +97,7 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
 
 
 def chart_values(recipe: Recipe, run: str) -> dict[str, Any]:
-    """Return the values of a release for one run."""
+    """Return the chart's values for a run named `run`."""
     return {"recipe": {"inline": recipe.model_dump(mode="json", exclude_unset=True)}, "run": run}
 
 

@@ -267,7 +267,7 @@ def why_taken(port: int) -> str:
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files to the maximum. Connections count as files, and any user of the machine can open some."""
+    """Raise the limit of open files to the maximum. Connections are open files, and any user of the machine can open some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # The system may allow less than `hard`.
         if 0 <= soft < hard:
@@ -315,7 +315,7 @@ async def session_ended(session: int, timeout_s: float) -> bool:
 
 
 def living(run_dir: RunDir, option: str = "--run-dir") -> dict[str, int]:
-    """Return name and pid of the run's living processes. Raises `FieldError` on `option` if pids.json cannot be read."""
+    """Return the names and pids of the run's living processes. Raises `FieldError` on `option` if pids.json cannot be read."""
     if not run_dir.pids.exists():
         return {}  # The run has started no process yet.
     try:
@@ -363,7 +363,7 @@ def lives(pid: int, folder: Path) -> bool:
 
 
 def running_pids(run_dir: RunDir) -> dict[str, int]:
-    """Return name and pid of the run's living processes. Raises `FieldError` if there are none."""
+    """Return the names and pids of the run's living processes. Raises `FieldError` if there are none."""
     check_folder(run_dir.path, "--run-dir")
     if pids := living(run_dir):
         return pids

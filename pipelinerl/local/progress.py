@@ -1,4 +1,4 @@
-"""Show a run's progress: by a live display on a terminal, by plain lines anywhere else.
+"""Show a run's progress, with a live display on a terminal and with plain lines elsewhere.
 
 Events of the run update `RunState`. The pure functions `rows` and `plain_line` turn it into text. A metric that is missing or
 null is shown as `-`. Model output is never shown.
@@ -164,7 +164,7 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Describe the services if no step came for `QUIET_S` and for the time of three steps; otherwise return ""."""
+    """Describe the services if no step came for `QUIET_S` seconds and for the time of three steps; otherwise, return ""."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
@@ -301,7 +301,7 @@ class Display(contextlib.AbstractContextManager["Display"]):
         self._shown_step, self._shown_at_s = 0, float("-inf")
         self._shown_phase, self._phase_at_s, self._noted = "", float("-inf"), ""
         self._quiet_from_s, self._quiet_s = 0.0, 0.0
-        """Time of the newest step, and length of the pause since then when it was last reported."""
+        """Time of the newest step, and the length of the pause since then that was reported last."""
 
     def __exit__(self, *_: object) -> None:
         return None

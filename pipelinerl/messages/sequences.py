@@ -156,7 +156,7 @@ class PromptGroup:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sequence(Branch):
-    """One finished sequence. The fields of `Branch` are its first branch; only an episode has more, in `branches`. `failure` is
+    """One finished sequence. The fields of `Branch` hold its first branch; only an episode has more, in `branches`. `failure` is
     empty if the sequence succeeded. `finish_reason` is that of the latest turn."""
 
     run: str

@@ -108,7 +108,7 @@ class IssueBounds:
         self.steps_begun = 0
 
     def room(self, version: int, num_actors: int, unlost: int, num_waiting: int) -> IssueRoom:
-        """Return the room for groups now. `num_waiting`: samples of incomplete groups that have arrived."""
+        """Return how many groups may be issued now. `num_waiting`: samples of incomplete groups that have arrived."""
         max_lag, steps = self._recipe.algorithm.max_lag, self._recipe.trainer.steps
         by_version = max(0, issue_limit(self._recipe, version) - unlost)
         bounded = self._recipe.mode == "pipeline" and max_lag is not None and version + 1 + max_lag < steps
@@ -288,7 +288,7 @@ def answer_reward(components: Mapping[str, float]) -> float | None:
 
 
 def equally_right(samples: Iterable[Sequence]) -> bool:
-    """Return whether `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops a group, because all its answers earned equally much.
+    """Return whether all answers of a group earned the same, so that `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops it.
     Only answer terms are compared, if there are any, because right answers differ in their overlong penalty."""
     earned = ((answer_reward(sample.reward_components), sample.reward) for sample in samples)
     return all_equal([reward if answer is None else answer for answer, reward in earned])
@@ -317,7 +317,7 @@ _LARGEST_LAG_OF_BUCKET = np.array((0, 1, 2, 4, 8, 16))
 
 
 def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the index into `LAG_BUCKETS` of each token: int64[tokens] for lags int64[tokens]."""
+    """Return each token's index into `LAG_BUCKETS`, int64[tokens], from its lag, int64[tokens]."""
     return np.searchsorted(_LARGEST_LAG_OF_BUCKET, lags, side="left")
 
 

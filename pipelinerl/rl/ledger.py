@@ -160,7 +160,7 @@ class SequenceTracker:
         self._tell({"event": "issue", "group": group.group_id, "samples": samples, "version": version})
 
     def published(self, group_id: str, position: int) -> None:
-        """Record the position of the group's message in PROMPTS. The group may already be complete."""
+        """Record the position of the group's message in PROMPTS. Do nothing if the group is already complete."""
         if group_id in self.open_groups:
             self.open_groups[group_id].queue_position = position
 
@@ -205,7 +205,7 @@ class SequenceTracker:
         return [failed_sample(run, group_id, index, group.num_samples, failure) for index in missing]
 
     def held(self) -> tuple[Sequence, ...]:
-        """Return the samples of open groups that have arrived, which a checkpoint stores beside `to_state`."""
+        """Return the samples of open groups that have arrived, which a checkpoint stores beside the result of `to_state`."""
         arrived = (sequence for group in self.open_groups.values() for sequence in group.members.values())
         return tuple(sequence for sequence in arrived if self.ledger.is_open(sequence.sequence_id))
 

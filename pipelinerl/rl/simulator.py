@@ -55,8 +55,8 @@ class Simulation:
     """Totals after the warm-up. Lags are in optimizer steps, times in the unit of `Timing`.
 
     `lag_histogram` has the trained completion tokens by lag. Shares of time: `actor_idle`, in which an actor has nothing in
-    progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in which no optimizer step runs. Sequences trained
-    or dropped, and the stale ones among them, are counted by `length_bucket`."""
+    progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in which no optimizer step runs. `finished_by_length`
+    counts the sequences trained or dropped, and `stale_by_length` the stale ones among them, by `length_bucket`."""
 
     steps: int = 0
     duration: float = 0.0
@@ -375,7 +375,7 @@ class _Run:
                 self.counted.lag_histogram[version - span.version] += span.end - span.start
 
     def _offer(self) -> _Process:
-        """Send the new version once the previous one is served. In conventional mode, then wait until it is served."""
+        """Send the new version once the previous one is served. In conventional mode, then wait until the new one is served."""
         yield self.now + self.timing.snapshot
         yield lambda: self.served == self.offered
         self.offered = self.version

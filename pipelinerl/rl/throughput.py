@@ -139,8 +139,8 @@ def conventional_rate(
 
 @dataclass(frozen=True)
 class Split:
-    """Accelerators divided into generators, with H sequences in progress each, and trainers; and the tokens per unit of time
-    that generation, training and updates allow."""
+    """Accelerators divided into generators, each with H sequences in progress, and trainers. `generation`, `training` and
+    `updates` are the highest rates, in tokens per unit of time, that these activities allow."""
 
     num_generators: int
     num_trainers: int
