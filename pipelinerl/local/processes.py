@@ -301,7 +301,7 @@ def kill_session(session: int) -> None:
 
 
 async def session_ended(session: int, timeout_s: float) -> bool:
-    """Wait until the session has no living process; False if it still has one after `timeout_s`."""
+    """Wait until the session has no living process. Return False if it still has one after `timeout_s`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while session_pids(session):

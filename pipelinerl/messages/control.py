@@ -57,7 +57,7 @@ def _check_fields(message: Control | pb.EpochMember, kind: str, prefix: str = ""
 
 
 def _check_ranks(start: pb.EpochStart) -> None:
-    """Check that the members' ranks and the trainer's rank 0 are 0 to world_size - 1, and that no actor is listed twice."""
+    """Check that the trainer's rank 0 and the members' ranks are 0 to world_size - 1, and that no actor is listed twice."""
     taken = [0]
     for member in start.members:
         _check_fields(member, "EpochStart", "members.")

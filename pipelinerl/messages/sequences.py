@@ -156,8 +156,8 @@ class PromptGroup:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sequence(Branch):
-    """One finished sequence. The fields of `Branch` hold its first branch; only an episode has more, in `branches`. `failure` is
-    empty if the sequence succeeded. `finish_reason` is that of the latest turn."""
+    """One finished sequence. The fields of `Branch` hold its first branch; only an episode has more, in `branches`. `failure`
+    is empty if the sequence succeeded. `finish_reason` is that of the latest turn."""
 
     run: str
     sequence_id: str
@@ -198,7 +198,7 @@ class Sequence(Branch):
 
     @property
     def reported(self) -> dict[str, float]:
-        """Numbers that environment and reward report, by name, and for an episode its number of `turns`."""
+        """Numbers that environment and reward report, by name. An episode also has its number of `turns`."""
         turns = {"turns": float(self.num_turns)} if self.turns else {}
         return {**turns, **self.metrics, **self.reward_components}
 

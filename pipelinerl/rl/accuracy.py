@@ -70,7 +70,7 @@ class Accuracy:
 
 
 def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
-    """Return the accuracy, or None without any verdict. `verdicts` has one list per problem, all of the same length: True =
+    """Return the accuracy, or None if there is no verdict. `verdicts` has one list per problem, all of the same length: True =
     right, False = wrong, None = no verdict."""
     problems = list(verdicts)
     asked = max(map(len, problems), default=0)

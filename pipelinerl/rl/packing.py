@@ -91,7 +91,7 @@ UNIT_COST = CostModel(per_token=1.0)
 
 
 def causal_pairs(tokens: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]:
-    """Return the number of pairs in causal self-attention over n tokens: n (n + 1) / 2, or fewer if a window bounds each query."""
+    """Return the number of pairs of causal attention over n tokens: n (n + 1) / 2, or fewer if a window bounds each query."""
     all_pairs = tokens * (tokens + 1) / 2
     if window is None:
         return all_pairs

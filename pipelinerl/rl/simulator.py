@@ -55,8 +55,8 @@ class Simulation:
     """Totals after the warm-up. Lags are in optimizer steps, times in the unit of `Timing`.
 
     `lag_histogram` has the trained completion tokens by lag. Shares of time: `actor_idle`, in which an actor has nothing in
-    progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in which no optimizer step runs. `finished_by_length`
-    counts the sequences trained or dropped, and `stale_by_length` the stale ones among them, by `length_bucket`."""
+    progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in which no optimizer step runs. By `length_bucket`,
+    `finished_by_length` counts the sequences trained or dropped, and `stale_by_length` the stale ones among them."""
 
     steps: int = 0
     duration: float = 0.0
