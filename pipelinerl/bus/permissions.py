@@ -104,7 +104,7 @@ def _actor(subjects: Subjects) -> list[str]:
 
 
 def _reading(stream: str) -> tuple[str, ...]:
-    """Return the subjects that `OrderedReader` needs, which reads through an ephemeral consumer."""
+    """Return the subjects to which `OrderedReader` publishes to read `stream` through an ephemeral consumer."""
     return (f"{_API}.CONSUMER.CREATE.{stream}", f"{_API}.CONSUMER.MSG.NEXT.{stream}.*", f"{_API}.CONSUMER.DELETE.{stream}.*")
 
 

@@ -55,7 +55,7 @@ class Credentials:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file by one that only its owner can read from the start."""
+    """Replace a file. At no time can anybody but its owner read the new one."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

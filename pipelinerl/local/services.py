@@ -48,9 +48,9 @@ class ThreadPlan:
 def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
-    """Give half of the cores, rounded down, to the trainer, and divide the rest among the actors. Each gets at least 1. Threads
+    """Give half of the cores, rounded down, to the trainer, and divide the rest among the actors. Each gets at least 1. Counts
     above 0 come from the recipe and are kept. If only `engine_threads` is given, the trainer gets the remaining cores. With
-    `take_turns`, the actors together get all cores, as the trainer does, but each leaves 1 to the process that feeds it."""
+    `take_turns`, both sides get all cores, but each actor leaves 1 for the process that feeds its engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))

@@ -170,9 +170,9 @@ class Sequence(Branch):
     metrics: dict[str, float] = field(default_factory=dict)
     """Other numbers that an environment or a reward reports."""
     answer: str = ""
-    """Part of the completion that the reward took as the answer. People read it."""
+    """Part of the completion that the reward took as the answer, shown to people."""
     reason: str = ""
-    """The reward's explanation of its value. People read it."""
+    """The reward's explanation of its value, shown to people."""
     finish_reason: FinishReason = FinishReason.STOP
     failure: str = ""
     group_token: bytes = b""

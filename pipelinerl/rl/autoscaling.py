@@ -78,7 +78,7 @@ class ReplicasWanted:
         self.wanted: int | None = None
 
     def step(self, consumed: int, seconds: float) -> None:
-        """Add a step that used up `consumed` sequences in `seconds`, not counting waits. The first step is ignored as warm-up."""
+        """Add a step that used up `consumed` sequences in `seconds` (without waits). The first step is ignored as warm-up."""
         if self._warm and consumed > 0 and seconds > 0:
             self._consumption.append(consumed / seconds)
             self._update()

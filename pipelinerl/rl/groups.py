@@ -91,8 +91,8 @@ class IssuedGroups(NamedTuple):
 
 
 class IssueBounds:
-    """The staleness bound and, in pipeline mode, the freshness limit. `unlost`: groups issued and not lost since the start of
-    the run. `version`: the oldest version that an actor serves."""
+    """The staleness bound and, in pipeline mode, the freshness limit. Arguments: `unlost`, the number of groups issued and not
+    lost since the start of the run; `version`, the oldest version that an actor serves."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe

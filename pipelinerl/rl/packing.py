@@ -1,7 +1,7 @@
 """Pack sequences into micro-batches of a fixed token budget, and assign the micro-batches of one optimizer step to ranks.
 
-Best-fit decreasing finds the number of bins. The same number of bins is then filled evenly, because equal micro-batches need
-the least memory and padding.
+Best-fit decreasing finds the number of bins (micro-batches). The same number of bins is then filled evenly, because equal
+micro-batches need the least memory and padding.
 
 Ranks that share a model (FSDP) begin each micro-batch together. A slot is one micro-batch on each rank and lasts as long as its
 costliest one, so a step lasts Σ over slots of the maximum over ranks. The plan has as few slots as best-fit decreasing allows,
@@ -155,8 +155,8 @@ def plan_step(
 
     The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots, none of which is empty on all ranks. One rank gets the bins of
     `plan_microbatches`. `prompts`: each sequence's prompt, which is part of its length. A micro-batch then computes a prompt
-    once for all its sequences with this prompt, except in attention. With several ranks, a plan is made for each size in
-    `PIECES`, and the cheapest is returned. Raises `FieldError` if one sequence alone exceeds the budget."""
+    once for all its sequences with this prompt, except in attention. With several ranks, a plan is made for each divisor
+    in `PIECES`, and the cheapest is returned. Raises `FieldError` if one sequence alone exceeds the budget."""
     tokens = [int(length) for length in lengths]
     costs = cost_model.of(lengths, outputs)
     if prompts is None:
@@ -267,8 +267,8 @@ class _Planner:
         return None if left else slots
 
     def spread(self, order: list[int], level: float = math.inf) -> tuple[Bins, list[int]]:
-        """Return one slot's bins and the sequences left over. Each sequence of `order` goes into the cheapest bin with room
-        (LPT). No bin's cost exceeds `level`, and no bin's tokens exceed the budget."""
+        """Return one slot's bins and the sequences left over. Each sequence of `order` goes into the cheapest bin with
+        room. No bin's cost exceeds `level`, and no bin's tokens exceed the budget."""
         bins: Bins = [[] for _ in range(self.num_ranks)]
         room = [self.budget] * self.num_ranks
         cheapest = [(0.0, rank) for rank in range(self.num_ranks)]

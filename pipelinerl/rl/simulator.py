@@ -55,7 +55,7 @@ class Simulation:
     """Totals after the warm-up. Lags are in optimizer steps, times in the unit of `Timing`.
 
     `lag_histogram` has the trained completion tokens by lag. Shares of time: `actor_idle`, in which an actor has nothing in
-    progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in which no optimizer step runs. By `length_bucket`,
+    progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in which no optimizer step runs. By length bucket,
     `finished_by_length` counts the sequences trained or dropped, and `stale_by_length` the stale ones among them."""
 
     steps: int = 0
@@ -224,7 +224,7 @@ class _Run:
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
-        """Schedule the actor's next event: the current step's end if a sequence or version waits, else a sequence's end."""
+        """Schedule the actor's next event: the current step's end if a sequence or version waits, else the first end of a sequence."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
             when = self._next_boundary(actor)
