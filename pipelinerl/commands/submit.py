@@ -1,4 +1,4 @@
-"""`pipelinerl submit` starts a run in a cluster and fetches its results. `pipelinerl runs` lists the runs of a namespace.
+"""`pipelinerl submit` starts or watches a run in a cluster. `pipelinerl runs` lists the runs of a namespace.
 
 Each run is a release of the Helm chart under the run's name. If the command is interrupted, the run goes on, and `--attach`
 watches it again.
