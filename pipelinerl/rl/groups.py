@@ -67,7 +67,7 @@ WAIT_SHARE = 0.02
 
 
 class IssueRoom(NamedTuple):
-    """How many groups may be issued, and why not more. `allowance`: groups that may be issued now. `by_version`: groups that
+    """Limits on issuing groups, and their reasons. `allowance`: groups that may be issued now. `by_version`: groups that
     the staleness bound alone would allow. `held_by_max_lag`: True if `max_lag`, not the end of the run, makes `by_version` 0.
     `in_flight`: samples that the freshness limit counts, which are in progress or belong to groups that wait for a step.
     `limit`: the freshness limit in samples; None in conventional mode, whose phases bound the samples in flight."""
