@@ -124,7 +124,7 @@ class Bus:
         return self.connection.max_payload
 
     async def close(self) -> None:
-        """Hand back prompt groups that were delivered but not taken."""
+        """Hand back prompt groups that were delivered but that `next_prompt` has not returned."""
         await self._queue.close()
 
     async def create_streams(self, *, fresh: bool = False) -> None:
@@ -236,7 +236,7 @@ class Bus:
         return [message.data or b"" for message in found]
 
     async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
-        """Publish a control message. It replaces the last one of this kind and actor, even if nobody has read that yet."""
+        """Publish a control message. It replaces the previous one of this kind and actor, even if that was never read."""
         check_control(kind, actor)
         await self._store(self._subjects.control(kind, actor), payload, dict(headers))
 

@@ -43,7 +43,7 @@ class StreamLimits:
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One message of SEQUENCES. `position` starts at 1 and only grows."""
+    """One message of SEQUENCES. Positions start at 1 and increase."""
 
     position: int
     payload: bytes

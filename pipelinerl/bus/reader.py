@@ -384,7 +384,7 @@ class PromptQueue(Puller):
                 return PromptDelivery(self._connection, self._ready.popleft())
 
     async def close(self) -> None:
-        """Hand back groups that were delivered but not taken. If that fails, they are redelivered after `ack_wait_s`."""
+        """Hand back groups that were delivered but not returned. If that fails, NATS redelivers them after `ack_wait_s`."""
         if not self._connection.is_connected:
             return
         try:

@@ -99,7 +99,7 @@ class Ending:
 
 
 def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
-    """Write summary and report, print the result of the run, and return the exit code."""
+    """Write the summary and the report, print the run's result, and return the exit code."""
     if ending.error is not None:
         print(f"pipelinerl: the run failed: {ending.error}", file=sys.stderr, flush=True)
     summary = complete_summary(recipe, run_dir, ending)

@@ -57,7 +57,7 @@ async def follow_trainer(
 
 
 async def follow_calls(channel: grpc.aio.Channel, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Follow the steps and the status of a trainer, also after its restart, and close the channel to it at the end."""
+    """Follow the steps and the status of a trainer across its restarts, and close the channel at the end."""
     async with channel, asyncio.TaskGroup() as group:
         trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         group.create_task(_follow_status(trainer, state))

@@ -470,7 +470,7 @@ def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: st
 
 _Proto = TypeVar("_Proto", bound=Message)
 LOGPROB_ROUNDING = 1e-3
-"""A log-probability may exceed 0 by this much, nats, because engines compute it in low precision."""
+"""A log-probability may exceed 0 by this many nats, because engines compute it in low precision."""
 
 
 def parse(message: _Proto, data: bytes, kind: str) -> _Proto:
