@@ -224,7 +224,7 @@ class _Run:
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
-        """Schedule the actor's next event: the end of the current step if a sequence or version waits, else of a sequence."""
+        """Schedule the actor's next event: the step's end if a sequence or version waits, else the next end of a sequence."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
             when = self._next_boundary(actor)
