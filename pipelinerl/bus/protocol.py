@@ -27,7 +27,7 @@ class StreamLimits:
     sequences_max_messages: int = 10_000_000
     dead_max_messages: int = 10_000
     weights_max_bytes: int = 8 * 1024**3
-    """Limit of the weight log's bucket, if there is one. The log may need five times the size of the weights."""
+    """Limit of the weight log's bucket, if there is one. The log holds up to three whole versions, and deltas."""
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
