@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 _HEADER_FRAME_BYTES = len("NATS/1.0\r\n\r\n")
 _FIELD_FRAME_BYTES = len(": \r\n")
 CREATE_WITHIN_S = 60.0
-"""Seconds in which the servers of a cluster must find each other and choose a leader."""
+"""Maximum wait, in seconds, until the servers of a new cluster have elected a leader."""
 CONNECT_TIMEOUT_S = 30.0
 
 
@@ -65,10 +65,10 @@ async def connect(
     connect_timeout_s: float = 5.0,
     request_timeout_s: float = 10.0,
 ) -> AsyncIterator[Bus]:
-    """Connect to the streams of `run` at `url`: one server, or several servers of a cluster separated by commas.
+    """Connect to the streams of `run`. `url` names one server, or the servers of a cluster, separated by commas.
 
-    NATS's monitoring shows `name`. `credentials` and `tls_dir` are as in `BusSettings`. Raises `BusError` with the url if no
-    server answers in time, and `FieldError` for an invalid run name or an unusable file.
+    NATS's monitoring shows the connection as `name`. `credentials` and `tls_dir` are those of `BusSettings`. Raises `BusError`
+    with the URL if no server answers within `connect_timeout_s`, and `FieldError` for an invalid run name or an unusable file.
     """
     subjects = Subjects(run)
     connection = Connection(url, credentials, tls_dir, request_timeout_s)
@@ -84,8 +84,8 @@ async def connect(
 async def service_bus(
     settings: BusSettings, stop: asyncio.Event, limits: StreamLimits | None = None, request_timeout_s: float = 10.0
 ) -> AsyncIterator[Bus]:
-    """Connect a service to its run, and wait for NATS if it has not started yet. Raises `StartStopped` if `stop` is set
-    meanwhile. An error that waiting would not resolve is raised at once."""
+    """Connect a service to its run, and retry until NATS is reachable. Raises `StartStopped` if `stop` is set meanwhile. Raises
+    at once every error that is not a `BusError`, such as `FieldError` for a missing file."""
     async with contextlib.AsyncExitStack() as stack:
 
         def opened() -> Awaitable[Bus]:
@@ -108,9 +108,9 @@ class Bus:
     """The streams of one run, opened by `connect`.
 
     Every call ends within a bounded time. It raises `BusError` if the server does not answer or the stream is full; the caller
-    must then keep its message and try again. It raises `NotPermitted` if this user may not make the call. Of messages with the
-    same `msg_id` within `duplicate_window_s`, only the first is stored. Use the iterators in `async with` blocks. They wait
-    without a limit, also across reconnections. Cancelling `anext` loses no message.
+    must then keep its message and try again. It raises `NotPermitted` if NATS does not allow this user the call. Of messages
+    with the same `msg_id` within `duplicate_window_s`, only the first is stored. Use the iterators in `async with` blocks. They
+    wait without a time limit, and continue after a reconnection. Cancelling `anext` loses no message.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
@@ -124,7 +124,7 @@ class Bus:
         return self.connection.max_payload
 
     async def close(self) -> None:
-        """Hand back prompt groups that were delivered but not taken."""
+        """Hand back prompt groups that were delivered but that `next_prompt` has not returned."""
         await self._queue.close()
 
     async def create_streams(self, *, fresh: bool = False) -> None:
@@ -179,8 +179,8 @@ class Bus:
         return await self._queue.next(timeout_s)
 
     async def pending_prompts(self) -> dict[str, int]:
-        """Return the position of each unfinished group, delivered or not, by message id in the order of the queue. A group that
-        is acknowledged or published during the call may be missing."""
+        """Return the positions of all unfinished groups by message id, in queue order, including groups that were delivered. A
+        group that is acknowledged or published during the call may be missing."""
         found = await stored_messages(self.connection, self._subjects.prompts_stream, self._subjects.prompts)
         return {(message.headers or {}).get(MSG_ID, ""): message.seq or 0 for message in found}
 
@@ -213,9 +213,9 @@ class Bus:
             await self.connection.js.purge_stream(self._subjects.sequences_stream, seq=min(below_position, end + 1))
 
     async def empty(self) -> None:
-        """Remove all prompt groups and sequences, and make the server forget their ids, by making both streams again. Later
-        messages are numbered as if nothing had been removed. Raises `NotPermitted` and `BusError`, after which the next call,
-        or `create_streams`, completes this."""
+        """Delete and recreate the streams of prompt groups and sequences, so that the server also forgets message ids. Later
+        messages continue the old numbering. Raises `NotPermitted` and `BusError`. After an error, call this method again, or
+        `create_streams`, to recreate a missing stream."""
         for stream in (self._subjects.prompts_stream, self._subjects.sequences_stream):
             if (info := await self._info(stream)) is not None:
                 with bus_errors(f"emptying {stream}"):
@@ -236,7 +236,7 @@ class Bus:
         return [message.data or b"" for message in found]
 
     async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
-        """Publish a control message. It replaces the last one of this kind and actor, even if nobody has read that yet."""
+        """Publish a control message. It replaces the previous one of this kind and actor, even if that was never read."""
         check_control(kind, actor)
         await self._store(self._subjects.control(kind, actor), payload, dict(headers))
 
@@ -281,7 +281,7 @@ class Bus:
             return int((await self.connection.ask(subject, payload, headers or None))["seq"])
 
     async def limits_of(self, stream: str) -> str:
-        """Return a stream's limits for the message that it is full. Raises `BusError`."""
+        """Return a stream's limits in words, for the error about a full stream. Raises `BusError`."""
         with bus_errors(f"looking at {stream} at {self.connection.url}"):
             config = (await self.connection.js.stream_info(stream)).config
         limits = {"messages": config.max_msgs, "bytes": config.max_bytes}
@@ -297,7 +297,7 @@ def _warn_of_other_limits(there: StreamConfig, wanted: StreamConfig) -> None:
     for what, field in (("number of replicas", "num_replicas"), ("limit in bytes", "max_bytes")):
         is_so, asked_for = getattr(there, field), getattr(wanted, field)
         if (asked_for or -1) != (is_so or -1):
-            text = "%s exists with another %s, %s instead of %s, and is not changed; use `nats stream edit %s` to change it"
+            text = "%s keeps its %s of %s, although the run asks for %s; to change it, use `nats stream edit %s`"
             _log.warning(text, wanted.name, what, is_so, asked_for, wanted.name)
 
 
@@ -343,7 +343,7 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
 
 def actors_consumer(limits: StreamLimits) -> ConsumerConfig:
     """Return the configuration of the consumer that all actors share. It sets no limit on deliveries, because the server would
-    keep a group beyond that limit for ever and tell nobody."""
+    silently stop delivering a group at that limit, and keep it for ever."""
     return ConsumerConfig(
         durable_name=ACTORS,
         ack_policy=AckPolicy.EXPLICIT,

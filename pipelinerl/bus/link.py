@@ -2,7 +2,7 @@
 
 `Connection` adds three things to nats-py's client. A refusal by the server reaches the waiting task. A lost connection ends the
 open requests. Logins and certificates are read again for each connection. A file that is unreadable at the start is an error;
-later, its previous content is used, with a warning. A password is never shown. It is sent only over TLS if TLS was asked for.
+later, its previous content is used, with a warning. No password is logged. If TLS is configured, logins use only TLS.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _LOGIN = re.compile(r"^(\s*[a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL
 
 
 def redacted(urls: str) -> str:
-    """Return `urls`, separated by commas, without users and passwords, for messages and logs.
+    """Return the comma-separated `urls` with `***` for each user and password, for messages and logs.
 
     A password may hold any character, so everything from a server's scheme to its last `@` is hidden. That may hide a whole
     server if the next one has a login but no scheme.
@@ -114,7 +114,7 @@ def is_stream_missing(error: Exception) -> bool:
 
 
 def is_cluster_forming(error: Exception) -> bool:
-    """Return whether the cause may be that the servers of a cluster have not chosen a leader yet."""
+    """Return whether the error may mean that the servers of a cluster have not elected a leader yet."""
     return _api_code(error) in (_NO_PEERS, _NO_LEADER, _NOT_THE_LEADER) or isinstance(error.__cause__, TimeoutError)
 
 
@@ -154,7 +154,7 @@ class Connection(Client):
         self._urls, self._credentials, self._tls_dir = url.split(","), credentials, tls_dir
         self._login, self._context = read_login(credentials), tls_context(tls_dir)
         self.user = self._login.get("user") or _user_in(url)
-        """Name of the user; empty with a .creds file and without a login."""
+        """Name of the user; empty if a .creds file is used or no login is given."""
         self._requires_tls = tls_dir is not None or any(server.strip().lower().startswith("tls://") for server in self._urls)
         self.js = self.jetstream(timeout=request_timeout_s)
         self.pullers: set[Puller] = set()
@@ -166,7 +166,7 @@ class Connection(Client):
 
     @contextlib.asynccontextmanager
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
-        """Connect, and reconnect as long as the block lasts. Raises `BusError` with the url if no server answers within
+        """Connect, and reconnect until the block ends. Raises `BusError` with the url if no server answers within
         `timeout_s`, or if a login or certificate is refused. Raises `NotPermitted` if this user may not receive answers."""
         with _no_notice_of_tls_ends():
             try:
@@ -233,7 +233,7 @@ class Connection(Client):
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
-        """Context from the present files. nats-py reads this property at each connection."""
+        """Context from the current files. nats-py reads this property at each connection."""
         try:
             self._context = tls_context(self._tls_dir)
         except FieldError as error:
@@ -377,7 +377,7 @@ class Puller(ABC):
     async def _on_message(self, message: Msg) -> None: ...
 
     def on_refusal(self, lowered: str) -> None:
-        """Raise `NotPermitted` in the waiting task if the refused subject (in lower case) is that of this reader's requests."""
+        """Raise `NotPermitted` in the waiting task if this reader's requests use the refused subject (`lowered`)."""
         if lowered == self._asked.lower():
             self._error = NotPermitted(self._connection.user, self._asked)
             self._woken.set()
@@ -422,7 +422,7 @@ def _fail(answer: asyncio.Future[Msg], error: Exception) -> None:
 
 @contextlib.contextmanager
 def _no_notice_of_tls_ends() -> Iterator[None]:
-    """Hide the harmless warning of asyncio at the end of every TLS connection of nats-py."""
+    """Hide the harmless warning that asyncio logs whenever a TLS connection of nats-py ends."""
 
     def is_worth_telling(record: logging.LogRecord) -> bool:
         return "eof_received() has no effect" not in record.getMessage()

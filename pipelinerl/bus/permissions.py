@@ -1,7 +1,7 @@
 """Permissions on a run's NATS: the subjects to which each service may publish or subscribe, as lists for nats-server.
 
-`python -m pipelinerl.bus.permissions RUN ...` prints the users for people who bring their own NATS. Each run needs its own
-lists: its name is part of a token, such as `PROMPTS_<run>`, and NATS has no wildcards inside a token. docs/security.md lists
+`python -m pipelinerl.bus.permissions RUN ...` prints the users to configure in your own NATS server. Each run needs its own
+lists, because tokens such as `PROMPTS_<run>` contain its name and NATS has no wildcards inside a token. docs/security.md lists
 what NATS does not check.
 """
 
@@ -18,8 +18,8 @@ from pipelinerl.bus.protocol import ACTORS, FROM_ACTOR, FROM_TRAINER, TO_ONE_ACT
 from pipelinerl.errors import FieldError
 
 TRAINER, ACTOR, ADMIN = "trainer", "actor", "admin"
-"""The users: trainer, actor, and one with full access for people. If several runs share a server, the first two are named after
-the run, such as `lr-1-trainer`."""
+"""NATS users: the trainer, the actors, and one for people, with full access. If several runs share a server, the run's name is
+the prefix of the first two, as in `lr-1-trainer`."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _API = "$JS.API"
 
@@ -29,13 +29,13 @@ Permissions = dict[str, list[str]]
 
 
 def inbox_prefix(user: str) -> str:
-    """Return the prefix of a user's inboxes, `_INBOX_<user>`. No other user but ADMIN may read them. A name that is empty or
-    cannot be part of a subject gets NATS's default prefix."""
+    """Return the prefix of a user's inboxes, `_INBOX_<user>`. Only this user and ADMIN may read them. For a name that is
+    empty or cannot be part of a subject, return NATS's default prefix."""
     return f"_INBOX_{user}" if _TOKEN.fullmatch(user) else "_INBOX"
 
 
 def permissions(*runs: str) -> dict[str, Permissions]:
-    """Return the permissions of each user of the runs. Raises `FieldError` for a name that no run can have."""
+    """Return the permissions of each user of the runs. Raises `FieldError` for an invalid run name."""
     found = dict[str, Permissions]()
     for run in runs:
         subjects, prefix = Subjects(run), f"{run}-" if len(runs) > 1 else ""
@@ -45,8 +45,8 @@ def permissions(*runs: str) -> dict[str, Permissions]:
 
 
 def authorization(runs: str | Iterable[str], passwords: Mapping[str, str]) -> dict[str, Any]:
-    """Return the `authorization` block of nats-server's configuration for one or several runs, as data for JSON, which
-    nats-server reads. Users without an entry in `passwords` are left out."""
+    """Return the `authorization` block of nats-server's configuration for one or several runs. nats-server reads it as JSON.
+    Users without an entry in `passwords` are left out."""
     return {
         "users": [
             {"user": user, "password": passwords[user], "permissions": allowed}
@@ -57,8 +57,8 @@ def authorization(runs: str | Iterable[str], passwords: Mapping[str, str]) -> di
 
 
 def _trainer(subjects: Subjects) -> list[str]:
-    """Allow the trainer to make the streams, publish prompts and orders, read every stream, purge SEQUENCES, make PROMPTS and
-    SEQUENCES again after a rollback, and write and delete objects of the weight log."""
+    """Return the subjects to which the trainer publishes. It creates and reads every stream, publishes prompts and orders,
+    purges SEQUENCES, recreates PROMPTS and SEQUENCES after a rollback, and writes and deletes objects of the weight log."""
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [
         subjects.prompts,
@@ -83,8 +83,8 @@ def _trainer(subjects: Subjects) -> list[str]:
 
 
 def _actor(subjects: Subjects) -> list[str]:
-    """Allow an actor to take prompt groups, follow orders, and publish sequences, answers, hand-overs and dead letters, and
-    read the weight log."""
+    """Return the subjects to which an actor publishes. It takes prompt groups, reads orders and the weight log, and publishes
+    sequences, answers, hand-overs and dead letters."""
     filled = (subjects.prompts_stream, subjects.sequences_stream, subjects.dead_stream)
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [
@@ -104,14 +104,14 @@ def _actor(subjects: Subjects) -> list[str]:
 
 
 def _reading(stream: str) -> tuple[str, ...]:
-    """Allow an ephemeral consumer such as `OrderedReader` makes."""
+    """Return the subjects to which `OrderedReader` publishes to read `stream` through an ephemeral consumer."""
     return (f"{_API}.CONSUMER.CREATE.{stream}", f"{_API}.CONSUMER.MSG.NEXT.{stream}.*", f"{_API}.CONSUMER.DELETE.{stream}.*")
 
 
 def main() -> int:
     """Print an `authorization` block for nats-server, with a placeholder for each password."""
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.bus.permissions", description=main.__doc__)
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="name of a run; with several, it is the prefix of its users")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="name of a run; if you give several, user names begin with it")
     runs = parser.parse_args().runs
     try:
         passwords = {user: f"PASSWORD-OF-{user.upper()}" for user in permissions(*runs)}

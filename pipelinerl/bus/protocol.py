@@ -1,4 +1,4 @@
-"""Names and limits of a run's streams, and the messages on them, whose payloads are bytes here. Pure."""
+"""Names and limits of a run's streams, and types of their messages. Payloads are bytes, which other modules parse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import MappingProxyType
 from pipelinerl.errors import FieldError
 
 Headers = Mapping[str, str]
-"""Headers of a message, as the publisher gave them. Names that begin with `Nats-` are the bus's own."""
+"""Headers of a message, as the publisher gave them. Names that begin with `Nats-` are reserved for the bus."""
 NO_HEADERS: Headers = MappingProxyType({})
 
 
@@ -27,23 +27,23 @@ class StreamLimits:
     sequences_max_messages: int = 10_000_000
     dead_max_messages: int = 10_000
     weights_max_bytes: int = 8 * 1024**3
-    """Limit of the weight log's bucket, if there is one. The log may need five times the size of the weights."""
+    """Limit of the weight log's bucket, if there is one. The log holds up to three whole versions, and deltas."""
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
-    """Deliveries of a group after which an actor terminates it and publishes its samples as failed."""
+    """A group that is delivered more often than this is removed by an actor, which publishes its samples as failed."""
     member_ttl_s: float = 10.0
     replicas: int = 1
 
     def max_bytes(self, share: float) -> int:
         """Return the size limit of another stream, as a `share` of the limit of SEQUENCES. All shares add up to less than a
-        third, so a volume of 4/3 of that limit holds all streams."""
+        third. A volume of 4/3 of that limit therefore holds all streams except the weight log."""
         return max(_LEAST_BOUND_BYTES, int(share * self.sequences_max_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One message of SEQUENCES. `position` starts at 1 and only grows."""
+    """One message of SEQUENCES. Positions start at 1 and increase."""
 
     position: int
     payload: bytes
@@ -76,7 +76,7 @@ class ControlMessage:
 
 @dataclass(frozen=True)
 class MemberEvent:
-    """A registration that was made or renewed; if `payload` is None, one that was removed or expired."""
+    """A member's registration was made or renewed or, if `payload` is None, removed or expired."""
 
     actor: str
     payload: bytes | None
@@ -103,7 +103,7 @@ def check_actor_name(actor: str) -> str:
 
 
 def group_id_of(msg_id: str) -> str:
-    """Return the group of a message id on PROMPTS: g12 for `g12` and, if it was published again, for `g12/...`."""
+    """Return the group's id from a message id of PROMPTS: `g12` for `g12`, and for `g12/...` of a group published again."""
     return msg_id.partition("/")[0]
 
 
@@ -112,7 +112,7 @@ ACTORS = "actors"
 
 
 class Subjects:
-    """Subjects, streams and buckets of one run. Subjects are prefixed by the run, so that runs share one NATS."""
+    """Subjects, streams and buckets of one run. Each contains the run's name, so that several runs can share one NATS."""
 
     def __init__(self, run: str) -> None:
         self.run = check_run_name(run)

@@ -1,7 +1,7 @@
 """Readers of streams: an iterator over a stream, a list of its present messages, a watch on members, and the work queue.
 
 `OrderedReader` reads from an ephemeral pull consumer without acknowledgements. After a reconnection, a restart of the server,
-silence or a gap, another consumer continues after the last message received. nats-py's own ordered consumer is not used,
+silence or a gap, it continues with a new consumer after the last message received. nats-py's own ordered consumer is not used,
 because it answers flow control only every 250 ms and drops messages that it cannot buffer.
 """
 
@@ -160,7 +160,7 @@ class OrderedReader(Puller, Generic[_Item]):
         return item
 
     def on_reconnect(self) -> None:
-        """Let the reader make another consumer before it waits for the next message. Keep the messages received so far."""
+        """Have the reader create a new consumer before it waits again. Messages received so far are kept."""
         self._lost = True
         self._woken.set()
 
@@ -189,7 +189,7 @@ class OrderedReader(Puller, Generic[_Item]):
         )
 
     async def _attach(self) -> None:
-        """Make a consumer and a new inbox, which no message of an older consumer reaches."""
+        """Create a consumer and a new inbox, so that no message of an older consumer arrives."""
         self._lost, self._outstanding, self._consumer_position = False, 0, 0
         from_last = self._next_position == 0
         config = ConsumerConfig(
@@ -297,7 +297,7 @@ class MemberWatch(OrderedReader[MemberEvent]):
             if not (state.subjects or self._buffer):
                 del self._seen_at[actor]
                 return MemberEvent(actor, None)
-            self._seen_at[actor] = now  # its heartbeat, or the marker of its end, is on its way here
+            self._seen_at[actor] = now  # a heartbeat or the marker of its expiry is on its way
         return None
 
 
@@ -308,15 +308,15 @@ def _member_event(message: Msg) -> MemberEvent:
 
 _SHORTEST_QUESTION_S = 0.001
 _REFUSED_S = 0.2
-"""Delay before the next request after the server refused one for a temporary reason."""
+"""Delay before the next request if the server refused the last one for a temporary reason."""
 _NOBODY_THERE = "503"
 _TIME_OVER = ("404", "408")
 
 
 class PromptDelivery:
     """A prompt group that was delivered to this actor. If it is not acknowledged within `ack_wait_s`, it is delivered again, at
-    the same `position`. `num_deliveries` counts the deliveries so far, with this one. All methods raise `BusError`, and all but
-    `in_progress` wait for the server's confirmation."""
+    the same `position`. `num_deliveries` counts the deliveries so far, including this one. All methods raise `BusError`. All
+    except `in_progress` wait for the server's confirmation."""
 
     def __init__(self, connection: Connection, message: Msg) -> None:
         self._connection, self._reply = connection, message.reply
@@ -351,19 +351,19 @@ class PromptDelivery:
 class PromptQueue(Puller):
     """Take prompt groups from PROMPTS, one at a time, through the consumer that all actors share.
 
-    `next` requests one message from the server. If it is cancelled, its request stays open and serves the next call, so that no
-    group is lost and no second one is taken.
+    `next` requests one message from the server. If the call is cancelled, its request stays open and serves the next call. No
+    group is thus lost, and no second one is taken.
     """
 
     def __init__(self, connection: Connection, stream: str) -> None:
         super().__init__(connection, stream, ACTORS)
         self._ready: deque[Msg] = deque()
-        self._question = 0  # number of the newest request; its inbox ends with it, so late answers to others are recognised
+        self._question = 0  # number of the newest request, which ends its reply subject; other numbers mark late answers
         self._question_ends = 0.0  # loop time
         self._one_at_a_time = asyncio.Lock()
 
     async def next(self, timeout_s: float) -> PromptDelivery | None:
-        """Return the next group; None if none came in time. Raises `BusError` without a connection or a stream."""
+        """Return the next group, or None after `timeout_s`. Raises `BusError` without a connection or a stream."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         async with self._one_at_a_time:
@@ -384,7 +384,7 @@ class PromptQueue(Puller):
                 return PromptDelivery(self._connection, self._ready.popleft())
 
     async def close(self) -> None:
-        """Hand back groups that were delivered but not taken. If that fails, they are redelivered after `ack_wait_s`."""
+        """Hand back groups that were delivered but not returned. If that fails, NATS redelivers them after `ack_wait_s`."""
         if not self._connection.is_connected:
             return
         try:

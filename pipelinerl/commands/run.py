@@ -64,7 +64,7 @@ def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
         if not 0 <= port <= 65535:
             raise FieldError(option, port, "give a port from 1 to 65535, or 0 for any free one")
         if why := why_taken(port):
-            raise FieldError(option, port, f"cannot listen there ({why}); give another, or 0")
+            raise FieldError(option, port, f"cannot listen there ({why}); give another port, or 0 for any free one")
     if 0 < args.metrics_port == args.page_port:
         raise FieldError("--metrics-port", args.metrics_port, "is the port of --page-port; give another, or 0 for any free one")
     return None if args.no_page else args.page_port, args.metrics_port
@@ -107,8 +107,8 @@ def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStac
 def resume(
     run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = (), reward_rows: int = 0
 ) -> tuple[Recipe, list[str]]:
-    """Prepare a run's folder for a new start, with its own recipe or with `recipe`. Return the recipe and notes for the user.
-    Raises `UserError`, with nothing changed, if the run cannot continue."""
+    """Prepare a run's folder for a new start, with the recipe stored there or with the one named `recipe`. Return the recipe
+    and notes for the user. Raises `UserError`, and changes nothing, if the run cannot continue."""
     old = loading.read_recipe(run_dir.recipe)
     for field in read_json(run_dir.placement).get("automatic") or []:
         loading.set_value(old, field.split("."), "auto")  # A placement replaced it by a number.

@@ -1,7 +1,7 @@
-"""`pipelinerl submit` and `pipelinerl runs`: one command for one run in a cluster, and the list of a namespace's runs.
+"""`pipelinerl submit` starts or watches a run in a cluster. `pipelinerl runs` lists the runs of a namespace.
 
-A run is a release of the Helm chart under the run's name. It does not need this process: if the command is interrupted, the run
-goes on, and `--attach` watches it again.
+Each run is a release of the Helm chart under the run's name. If the command is interrupted, the run goes on, and `--attach`
+watches it again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COLUMNS = ("RELEASE", "RUN", "PHASE", "STEP", "ACCURACY", "LAG", "AGE")
 
 
 def submit(args: argparse.Namespace) -> int:
-    """Return the exit code. Raises `UserError` for a mistake that is found before anything is installed."""
+    """Submit or watch a run, and return the exit code. Raises `UserError` for a mistake found before anything is installed."""
     if (args.recipe is None) == (args.attach is None):
         raise FieldError("RECIPE", args.recipe or "", "give either a recipe, or --attach RELEASE to watch a run in progress")
     recipe = load_recipe(args.recipe, args.overrides) if args.recipe is not None else None
@@ -41,7 +41,7 @@ def submit(args: argparse.Namespace) -> int:
         submission.check_folder(folder)
     for file in args.values:
         if not file.is_file() or "," in str(file):
-            raise FieldError("--values", str(file), "no such file, or a comma in its name, at which Helm splits it")
+            raise FieldError("--values", str(file), "no such file, or Helm splits its path at a comma; give another file")
     release = Release(name, _client(args), args.output, recipe.trainer.steps if recipe else 0)
     release.left = release.left if recipe else release.goes_on
     try:
@@ -56,7 +56,7 @@ def _client(args: argparse.Namespace) -> PersonClient:
         from kubernetes.aio.config import ConfigException, list_kube_config_contexts
     except ImportError as error:
         raise MissingPackage("the package kubernetes is missing: pip install 'pipelinerl[cluster]'") from error
-    try:  # named from here on, since the current context may change during a run of hours
+    try:  # fixed from here on, since the kubeconfig's current context may change during a long run
         context = args.context or list_kube_config_contexts()[1]["name"]
     except (ConfigException, LookupError, TypeError) as error:
         raise FieldError("--context", "", f"no kubeconfig with a current context ({error}); set KUBECONFIG") from error
@@ -70,7 +70,7 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
             if recipe is not None:
                 await submission.check_absent(release)
                 release.display.note(printable("\n".join([f"submitting {release.name}", *understood(args.overrides)])))
-                release.left = f"a part of it may be installed; remove it before you submit it again: {release.removing}"
+                release.left = f"part of the release may be installed; before you submit again, remove it: {release.removing}"
                 await submission.install(release, _chart(args.chart), args.values, chart_values(recipe, release.name))
                 release.left = release.goes_on
                 if not args.watch:
@@ -84,7 +84,7 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
                 report = await submission.fetch(release, seen, folder)
             except (PipelineRLError, OSError) as error:
                 raise ServiceError(f"{error}\nnothing was removed; fetch the results again with: {release.watching}") from error
-            keep = args.keep or not seen.was_submitted  # another release may be meant to stay
+            keep = args.keep or not seen.was_submitted  # a release that somebody else installed may be meant to stay
             if not keep:
                 release.show("removing the release")
                 release.left = f"the results are in {folder}; remove the rest: {release.removing}"
@@ -97,19 +97,19 @@ async def _submit(args: argparse.Namespace, recipe: Recipe | None, release: Rele
 
 
 def chart_values(recipe: Recipe, run: str) -> dict[str, Any]:
-    """Return the values of a release for one run."""
+    """Return the chart's values for a run named `run`."""
     return {"recipe": {"inline": recipe.model_dump(mode="json", exclude_unset=True)}, "run": run}
 
 
 def _chart(given: str | None) -> str:
     chart = Path(pipelinerl.__file__).resolve().parents[1] / "deploy" / "helm"
     if given is None and not (chart / "Chart.yaml").is_file():
-        raise FieldError("--chart", "", "there is no chart here; name its folder, or an address such as oci://HOST/CHART")
+        raise FieldError("--chart", "", "this installation has no chart; give a folder, or an address such as oci://HOST/CHART")
     return given or str(chart)
 
 
 def runs(args: argparse.Namespace) -> int:
-    """List the runs of a namespace. Raises `KubeError`, which names a missing permission."""
+    """List the runs of a namespace. Raises `KubeError`, for example if a permission is missing."""
 
     async def listed() -> list[Object]:
         async with _client(args) as client:
@@ -126,8 +126,8 @@ def runs(args: argparse.Namespace) -> int:
 
 
 def rows_of(found: list[Object], now: datetime) -> list[dict[str, Any]]:
-    """Return one row for each release, the newest first: its name, its age and what its run publishes, as text. `found`: the
-    trainers' StatefulSets, which also exist for runs that publish nothing, and then the ConfigMaps of runs. Pure."""
+    """Return one row per release, the newest first, with its name, its age and the data of its run's ConfigMap, if any.
+    `found`: the trainers' StatefulSets, then the runs' ConfigMaps. A release's last object gives its row. Pure."""
     rows = []
     for release, item in {labels_of(item).get(INSTANCE, ""): item for item in found}.items():
         age = now - datetime.fromisoformat(item["metadata"]["creationTimestamp"])

@@ -1,1 +1,1 @@
-"""One machine: run directories, service processes, progress and reports of a local run."""
+"""Runs on one machine: credentials, service processes, progress and reports."""

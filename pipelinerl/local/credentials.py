@@ -1,7 +1,7 @@
 """Credentials of a local run, which keep other users of the machine out: NATS logins, a certificate and the live page's key.
 
 Each start of a run makes new credentials in a folder that only its owner can read. Credentials never appear in arguments,
-environments or messages. Other processes of the same user can read them.
+environment variables or messages. Other processes of the same user can read them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Credentials:
         self.tls_dir = folder / "tls"
         """Folder with one self-signed certificate, for NATS and all services, in the layout of `pipelinerl.service.tls`."""
         self.page_key = folder / "page-key"
-        """File with the first part of the live page's path, which is secret."""
+        """File with the secret first part of the live page's path."""
         self._folder = folder
 
     def nats(self, user: str) -> Path:
@@ -55,7 +55,7 @@ class Credentials:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file by a new one, which only its owner can ever read."""
+    """Replace a file. At no time can anybody but its owner read the new one."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

@@ -15,7 +15,7 @@ _CANNOT_RUN = 127
 
 
 def guarded(command: tuple[str, ...] | list[str], death_signal: int = signal.SIGTERM) -> list[str]:
-    """Return a command that runs `command` as a child of this process, with the death signal. The pid survives exec."""
+    """Return a command to start from this process. It becomes `command`, which gets `death_signal` if this process dies."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(death_signal)), *command]
 
 

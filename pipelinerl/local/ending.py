@@ -25,7 +25,7 @@ from pipelinerl.run_dir import RunDir, newest_checkpoint, read_json, recipe_chan
 from pipelinerl.run_summary import jsonl_ends, read_jsonl, summary_from_metrics, to_json
 
 SAMPLES_READ = 64
-"""Number of samples read from each end of samples.jsonl. The page shows at most eight of each."""
+"""Number of samples read from each end of samples.jsonl. The report shows at most eight from each end."""
 
 
 def write_report(run_dir: Path, findings: Sequence[Finding] | None = None) -> Path:
@@ -37,8 +37,8 @@ def write_report(run_dir: Path, findings: Sequence[Finding] | None = None) -> Pa
 
 
 def report_of(run_dir: Path, samples_read: int = SAMPLES_READ, findings: Sequence[Finding] | None = None) -> str:
-    """Return a page that needs no network, with samples from the first and the last `samples_read` lines of samples.jsonl.
-    `findings`: results of `examine_run`, which is called if they are None. Raises `FieldError` if the folder is not a run's."""
+    """Return the report as an HTML page that needs no network. It shows samples from the first and last `samples_read` lines of
+    samples.jsonl. `findings`: results of `examine_run`; None = call it. Raises `FieldError` if the folder is not a run's."""
     recipe = recipe_of_run(recipe_file := run_dir / "recipe.yaml", "RUN_DIR")
     records, samples = read_jsonl(run_dir / "metrics.jsonl"), jsonl_ends(run_dir / "samples.jsonl", samples_read)
     summary = read_json(run_dir / "summary.json") or summary_from_metrics(recipe, records)
@@ -52,7 +52,7 @@ def report_of(run_dir: Path, samples_read: int = SAMPLES_READ, findings: Sequenc
 
 
 def report_html(data: Mapping[str, Any], draw: str = "PrlReport.report", scripts: Sequence[str] = REPORT_SCRIPTS) -> str:
-    """Return a page that needs no network. The function `draw` in one of the `scripts` draws `data` with the title in `run`."""
+    """Return an HTML page that needs no network. `draw` is the JavaScript function in `scripts` that draws `data`."""
     return Template(asset("report.html")).substitute(
         title=html.escape(f"{data['run']} - PipelineRL"),
         css=asset("page.css"),
@@ -99,7 +99,7 @@ class Ending:
 
 
 def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
-    """Write summary and report, print the result of the run, and return the exit code."""
+    """Write the summary and the report, print the run's result, and return the exit code."""
     if ending.error is not None:
         print(f"pipelinerl: the run failed: {ending.error}", file=sys.stderr, flush=True)
     summary = complete_summary(recipe, run_dir, ending)
@@ -117,7 +117,7 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
 
 
 def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
-    """Return the trainer's summary with the runner's figures added. Without a summary, metrics.jsonl gives one."""
+    """Return the trainer's summary with the runner's figures added. If it is missing, compute it from metrics.jsonl."""
     summary = read_json(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
     interrupted = ending.interrupted or bool(summary.get("interrupted"))
     own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}
@@ -140,7 +140,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending, f
         lines.append(f"  report             {run_dir.report}")
     if run_dir.checkpoint.is_dir():
         lines.append(f"  checkpoint         {run_dir.checkpoint}")
-    # The user must correct a mistake before the run can continue, so no line suggests to resume it.
+    # The user must correct a mistake before the run can continue, so no line suggests resuming it.
     if ending.exit_code in (EXIT_INTERRUPTED, EXIT_FAILURE) and run_dir.identity.is_file():
         lines.append(f"  continue with      pipelinerl run --resume {shlex.quote(str(run_dir.path))}")
         version, steps = newest_checkpoint(run_dir.path), summary.get("steps") or 0
@@ -160,7 +160,7 @@ def _losses(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def reward_ends(summary: Mapping[str, Any], key: str) -> str:
-    """Return the first and last `reward` or `heldout_reward` of a summary; empty if they are unknown."""
+    """Return the first and last value of `key` (`reward` or `heldout_reward`) as text; "" if they are unknown."""
     first, last = summary.get(f"{key}_first"), summary.get(f"{key}_last")
     return "" if last is None else f"{number(first, 3)} -> {number(last, 3)}"
 

@@ -57,7 +57,7 @@ async def follow_trainer(
 
 
 async def follow_calls(channel: grpc.aio.Channel, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Follow the steps and the status of a trainer, also after its restart, and close the channel to it at the end."""
+    """Follow the steps and the status of a trainer across its restarts, and close the channel at the end."""
     async with channel, asyncio.TaskGroup() as group:
         trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         group.create_task(_follow_status(trainer, state))
@@ -83,8 +83,8 @@ async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.T
 
 
 async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Record every optimizer step once, in order. A trainer that has started anew may have undone steps. The steps before its
-    first answer do not count for the pace."""
+    """Record every optimizer step once, in order. A restarted trainer may have undone steps. Steps taken before
+    its first answer do not count for the pace."""
     incarnation, begun, heard = -1, 0, 0
     while True:
         if (status := await _status(trainer)) is not None:
@@ -101,7 +101,7 @@ async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: Run
 
 
 async def watch_actors(services: Callable[[], Sequence[Service]], certificates: Certificates, state: RunState) -> None:
-    """Ask all actors for their states once per `_ASK_S`."""
+    """Ask all actors for their states every `_ASK_S` seconds."""
 
     async def asked(service: Service) -> tuple[str, ActorState | str]:
         if (process := service.process) is None or process.returncode is not None:

@@ -45,7 +45,7 @@ class NatsServer:
     """Default: nats.log in `folder`."""
 
     def prepare(self) -> tuple[str, ...]:
-        """Write the configuration, and return the command that starts the server. Raises `ServiceError` without a binary."""
+        """Write the configuration, and return the server's command. Raises `ServiceError` if nats-server is not installed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         for stale in self.folder.glob("nats-server_*.ports"):  # A killed server left it. A later server may get the same pid.

@@ -1,4 +1,4 @@
-"""Processes of a local run: start a service, wait until it serves, stop it with all its workers, decide on restarts.
+"""Processes of a local run: start a service, wait until it serves, stop it and its workers, and decide on restarts.
 
 Each service leads its own session. The terminal's Ctrl-C therefore reaches only the runner, which stops the services in order.
 A service gets SIGTERM when the runner dies. Its workers stay in its session, even after the service is killed. On Linux, /proc
@@ -38,7 +38,7 @@ _PROC = Path("/proc")
 _POLL_S = 0.05
 _TAIL_LINES = 20
 LOG_BYTES = 64 * 1024**2
-"""Maximum size of a service's log. As many bytes of the older log are kept in a second file."""
+"""Maximum size of a service's log. When the log exceeds it, its last `LOG_BYTES` are moved to a second file."""
 _LEFTOVER_S = 1.0
 _KILL_ROUNDS, _KILL_WAIT_S = 3, 1.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Launch:
-    """A process to start. It inherits no other variables than those of `environment`."""
+    """A process to start. Its environment variables are exactly those of `environment`."""
 
     name: str
     command: tuple[str, ...]
@@ -104,7 +104,7 @@ class ServiceProcess:
         return await self._process.wait()
 
     def died(self, restarts: int = 0) -> ServiceDied:
-        """Return the error to raise for this process after it ended."""
+        """Return the error to raise for this process after it has ended."""
         assert self.returncode is not None
         return ServiceDied(self.launch, self.returncode, restarts)
 
@@ -177,17 +177,17 @@ class ServiceProcess:
 
 @dataclass
 class Restarts:
-    """Decide whether and when a service is started again, by the number of its restarts in a row. A long life, or progress of
-    the run between two deaths, resets this number. A service that keeps dying within `stable_s` of each start is
-    therefore given up."""
+    """Decide whether and when a service is restarted, by its number of restarts in a row. A process that lived for `stable_s`
+    resets this number, and so does progress of the run since the previous death. A service that reports a user's mistake
+    is not restarted."""
 
     limit: int = 5
     """Maximum restarts in a row."""
     limit_unserved: int = 1
-    """Maximum restarts in a row of a service that has never served, because the cause is unlikely to vanish."""
+    """Maximum restarts in a row of a service that has never served, because its fault is likely to persist."""
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=1.0, most_s=60.0))
     stable_s: float = 600.0
-    """Life of a process after which the number of restarts in a row is reset."""
+    """Seconds that a process must live to reset the number of restarts in a row."""
     in_a_row: int = field(default=0, init=False)
     _furthest: int = field(default=0, init=False)
 
@@ -236,8 +236,8 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
 
 
 def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
-    """Move the last `most_bytes` of a larger log to `<name>.log.1`, and empty the log. Lines that the process writes meanwhile
-    are lost, because it keeps the log open."""
+    """Copy the last `most_bytes` of a larger log to `<name>.log.1`, and empty the log, which its process keeps open. Lines
+    that are written during the copy are lost."""
     if log.stat().st_size > most_bytes:
         with log.open("rb") as file, log.with_suffix(".log.1").open("wb") as kept:
             file.seek(-most_bytes, os.SEEK_END)
@@ -267,7 +267,7 @@ def why_taken(port: int) -> str:
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files to the maximum, because any user of the machine can open connections to services."""
+    """Raise the limit of open files to the maximum. Connections are open files, and any user of the machine can open some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # The system may allow less than `hard`.
         if 0 <= soft < hard:
@@ -301,7 +301,7 @@ def kill_session(session: int) -> None:
 
 
 async def session_ended(session: int, timeout_s: float) -> bool:
-    """Wait until the session has no living process; False if it still has one after `timeout_s`."""
+    """Wait until the session has no living process. Return False if it still has one after `timeout_s`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while session_pids(session):
@@ -315,7 +315,7 @@ async def session_ended(session: int, timeout_s: float) -> bool:
 
 
 def living(run_dir: RunDir, option: str = "--run-dir") -> dict[str, int]:
-    """Return name and pid of the run's living processes. Raises `FieldError` on `option` if pids.json cannot be read."""
+    """Return the names and pids of the run's living processes. Raises `FieldError` on `option` if pids.json cannot be read."""
     if not run_dir.pids.exists():
         return {}  # The run has started no process yet.
     try:
@@ -363,7 +363,7 @@ def lives(pid: int, folder: Path) -> bool:
 
 
 def running_pids(run_dir: RunDir) -> dict[str, int]:
-    """Return name and pid of the run's living processes. Raises `FieldError` if there are none."""
+    """Return the names and pids of the run's living processes. Raises `FieldError` if there are none."""
     check_folder(run_dir.path, "--run-dir")
     if pids := living(run_dir):
         return pids

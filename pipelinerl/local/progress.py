@@ -1,7 +1,7 @@
-"""Show a run's progress: by a live display on a terminal, by plain lines anywhere else.
+"""Show a run's progress, with a live display on a terminal and with plain lines elsewhere.
 
-Events of the run update `RunState`. The pure functions `rows` and `plain_line` turn it into text. A metric that is missing or
-null is shown as `-`. Model output is never shown.
+Events of the run update `RunState`. The pure functions `rows` and `plain_line` turn it into text without model output. A metric
+that is missing or null is shown as `-`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
-    """Draw at most `width` bars. Each one is the mean of an equal number of values. Fewer than two values give ""."""
+    """Draw at most `width` bars, each the mean of about equally many values. Return "" for fewer than two values."""
     points = list(values)
     if len(points) < 2:
         return ""
@@ -113,7 +113,7 @@ class RunState:
         return int(self.last.get("step") or 0)
 
     def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
-        """Record an optimizer step, which was reported `elapsed_s` seconds after the runner's start. If this is None, the step
+        """Record an optimizer step. `elapsed_s`: seconds from the runner's start to the step's report; with None, the step
         does not count for the pace. If the step is known, a restart undid it: it and all later steps are removed first."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
@@ -148,7 +148,7 @@ class RunState:
 
 
 def seconds_left(state: RunState, elapsed_s: float) -> float | None:
-    """Return the seconds until the final step, at the pace of the newest steps; None if it is unknown or no longer valid."""
+    """Return the seconds until the final step, at the pace of the newest steps; None if that pace is unknown or outdated."""
     pace_s, quiet_s = _pace_s(state), elapsed_s - state.moved_s
     if state.ended or pace_s is None or quiet_s > max(_UNSTEADY_S, 3 * pace_s):
         return None
@@ -164,7 +164,7 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Describe the services if no step came for `QUIET_S` and for the time of three steps; otherwise return ""."""
+    """Describe the services if no step came for `QUIET_S` seconds and for the time of three steps; otherwise, return ""."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
@@ -179,7 +179,7 @@ def silence(state: RunState, elapsed_s: float) -> str:
 
 
 def checkpoint_text(version: int, written: int, total: int, passed_s: float) -> str:
-    """Describe a checkpoint of which `written` bytes were written in `passed_s` seconds. `total`: its bytes; 0 = unknown."""
+    """Describe a checkpoint of which `written` of `total` bytes (0 = unknown) were written in `passed_s` seconds."""
     unit, name = (1e9, "GB") if max(written, total) >= 1e9 else (1e6, "MB")
     text = f"writing the checkpoint of version {version}: {written / unit:,.0f}"
     if total <= written:
@@ -288,7 +288,7 @@ def _actor_text(name: str, actor: ActorState | str, restarts: int) -> str:
 PLAIN_EVERY_S = 5.0
 """Minimum time between lines about steps. The final step is always shown."""
 QUIET_S = 60.0
-"""Minimum time without a step until a line says so. The time doubles for each further line."""
+"""Minimum time without a step after which a line reports the pause. It doubles for each further line."""
 _PHASE_EVERY_S = 2.0
 """Minimum time between lines about the phase, before the first step."""
 
@@ -301,7 +301,7 @@ class Display(contextlib.AbstractContextManager["Display"]):
         self._shown_step, self._shown_at_s = 0, float("-inf")
         self._shown_phase, self._phase_at_s, self._noted = "", float("-inf"), ""
         self._quiet_from_s, self._quiet_s = 0.0, 0.0
-        """Time of the newest step, and length of the pause since then when it was last reported."""
+        """Time of the newest step, and the length of the pause since then that was reported last."""
 
     def __exit__(self, *_: object) -> None:
         return None

@@ -1,8 +1,8 @@
 """One run on this machine: start its services in order, restart them, and stop them in order.
 
-The order of start is NATS, initial model, verifier, actors, trainer. At the stop, the trainer writes a checkpoint, which may
-take minutes. Meanwhile the actors stop, and then the verifier. NATS stops last, because all others need it. A process that ends
-is restarted, even after exit code 0, a bounded number of times in a row. A run is finished when the trainer's summary says so.
+The order is NATS, initial model, verifier, actors, trainer. At the stop, the trainer writes a checkpoint, which may take
+minutes. Meanwhile the actors stop, and then the verifier. NATS stops last, because all others need it. A process that ends is
+restarted, even after exit code 0, a bounded number of times in a row. A run is finished when the trainer's summary says so.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _SCALED_GRACE_S = 15.0
 _ENDED_GRACE_S = 1.0
 """Time in which the workers of a process that ended by itself must end."""
 _LONGEST_FOLDER = 70
-"""Longest path of the folder for temporary files. It holds vLLM's sockets, whose paths have at most 107 characters."""
+"""Maximum length of the path of the temporary folder. It holds vLLM's sockets, whose paths have at most 107 characters."""
 TRAINER = "trainer"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -121,9 +121,9 @@ class LocalRun:
     metrics_port: int = 0
     """Port of /metrics and /targets on this machine; 0 = any free port."""
     refresh_s: float = _REFRESH_S
-    """Seconds between two updates of the display, and between two looks at the wanted number of actors."""
+    """Seconds between two updates of the display, and between two checks of the wanted number of actors."""
     reserve_bytes: int = RESERVE_BYTES
-    """Bytes that must stay free on the run's disk, besides the next checkpoint's. Otherwise the run ends cleanly."""
+    """Bytes that must stay free on the run's disk beside the next checkpoint. If fewer are free, the run ends cleanly."""
     stop_within_s: float = STOP_WITHIN_S
 
     def __post_init__(self) -> None:
@@ -319,7 +319,7 @@ class LocalRun:
             self.run_dir.address(NATS).unlink(missing_ok=True)
 
     async def _kill_hung(self, trainer: ServiceProcess) -> None:
-        """Kill a trainer that neither answers nor writes its checkpoint. It would delay the stop by an hour."""
+        """Kill a trainer that neither answers nor writes its checkpoint, because it would delay the stop by up to an hour."""
         address, written, seen_s = read_address(trainer.launch.address_file).http, None, time.monotonic()
         while (quiet_s := time.monotonic() - seen_s) < _HUNG_AFTER * self.stop_within_s:
             now = self.run_dir.checkpoint_under_way()
@@ -372,7 +372,7 @@ class LocalRun:
         return process
 
     async def _restore_cache(self) -> None:
-        """Make the cached folders that services need again if they were removed. Raises `ServiceError` if that fails."""
+        """Recreate cached folders that services need, if they were removed. Raises `ServiceError` if that fails."""
         async with self._making_model:  # Several services may start at once.
             restore_compiled(self._launches.environment)
             model = Path(self._launches.model_dir)
@@ -463,7 +463,7 @@ class LocalRun:
 
     async def _scale(self, count: int) -> None:
         """Start or stop actors until there are `count`. Actors that were given up are removed first, and then those with the
-        highest numbers. New actors get the lowest free numbers. Raises `ServiceError` if one cannot be executed."""
+        highest numbers. New actors get the lowest free numbers. Raises `ServiceError` if an actor cannot be executed."""
         if count == 0:
             self._note("the number of actors is 0: nothing is generated until you run `pipelinerl scale actors N`")
         ordered = sorted(self._actors, key=lambda number: (self._actors[number].given_up, number))
@@ -568,7 +568,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error in `raised`. Raise `raised` if any of its errors is neither ours nor due to a full disk."""
+        """Return the first error in `raised`. Raise `raised` if it has one that is neither ours nor due to a full disk."""
         errors = _leaves(raised)
         if any(not isinstance(one, PipelineRLError) and getattr(one, "errno", None) not in _DISK_FULL for one in errors):
             raise raised

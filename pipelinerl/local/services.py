@@ -1,4 +1,4 @@
-"""Command, environment and number of threads of each service of a local run. A pod has the same variables.
+"""Command, environment variables and threads of each service of a local run. In a cluster, pods get the same variables.
 
 This module also starts the process that unpacks or copies the initial policy.
 """
@@ -30,27 +30,27 @@ from pipelinerl.service.settings import ServiceAddress, split_host_port
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _POLL_S = 0.2
 PROGRESS = "initial model: "
-"""Prefix of those log lines of the initial model's builder that are shown as progress."""
+"""Prefix of log lines with which the process that builds the initial model reports its progress."""
 
 
 @dataclass(frozen=True)
 class ThreadPlan:
-    """Numbers of compute threads: all of the trainer's, and those of each rank of an actor's engine."""
+    """Numbers of compute threads: `trainer` for all ranks of the trainer together, `engine` for each rank of one actor."""
 
     trainer: int
     engine: int
 
     def actor_env(self) -> dict[str, str]:
-        """Return an actor's environment. Without `nobind`, vLLM would pin all actors to the same cores."""
+        """Return the variables for an actor's threads. Without `nobind`, vLLM would pin all actors to the same cores."""
         return {**_thread_env(self.engine), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
-    """Give half of the cores, rounded down, to the trainer and divide the rest among the actors. Each gets at least 1. Numbers
-    above 0 come from the recipe and are kept. If only `engine_threads` is above 0, the trainer gets the rest. If both sides
-    `take_turns`, each gets all cores, but an actor leaves 1 to the process that feeds its engine."""
+    """Give half of the cores, rounded down, to the trainer, and divide the rest among the actors. Each gets at least 1. Counts
+    above 0 come from the recipe and are kept. If only `engine_threads` is given, the trainer gets the remaining cores. With
+    `take_turns`, both sides get all cores, but each actor leaves 1 for the process that feeds its engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))
@@ -69,7 +69,7 @@ def available_cores() -> int:
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
-    """Set OMP_NUM_THREADS, unless it is set, to each process's share of the CPU quota, if any. Torch ignores quotas."""
+    """Set OMP_NUM_THREADS, unless it is set, to each process's share of a CPU quota, because torch ignores quotas."""
     if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
         environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
 
@@ -102,7 +102,7 @@ def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str
 
 
 def restore_compiled(environment: Mapping[str, str]) -> None:
-    """Make the folder for compiled code again if it was removed, because torch cannot make it through the link to it."""
+    """Recreate the folder for compiled code if it was removed, because torch cannot create it through the symbolic link."""
     for link in Path(environment["TMPDIR"]).glob("torchinductor_*"):
         with contextlib.suppress(OSError):
             link.readlink().mkdir(0o700, parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ COMMANDS = {
     "actor": (sys.executable, "-m", "services.actor"),
     "model": (sys.executable, "-m", "services.trainer.initial_model"),
 }
-"""The commands of the containers. `model` unpacks or copies the initial model."""
+"""Command of each service, as in its container. `model` unpacks or copies the initial model."""
 
 
 @dataclass
@@ -214,7 +214,7 @@ async def initial_model(
     report: Callable[[str], None],
 ) -> str:
     """Return the folder of the initial policy; "" for a hub model, which the services fetch. If the folder must be built, a
-    process of `run_process` builds it, and `report` is called with its progress. Raises `ServiceDied` if that fails."""
+    process started by `run_process` builds it, and `report` is called with its progress. Raises `ServiceDied` if that fails."""
     if not is_built(recipe.model):
         folder = model_folder(recipe.model)
         return "" if folder is None else str(folder.resolve())

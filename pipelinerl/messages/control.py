@@ -19,7 +19,7 @@ Control = Order | pb.Registration | pb.EpochJoined | pb.Staged | pb.Serving
 _Control = TypeVar("_Control", bound=Control)
 
 _MAX_RANKS = 1023
-"""Maximum number of ranks of one actor, above any use; a corrupt number must not allocate memory for millions of ranks."""
+"""Maximum number of ranks of one actor. It keeps a corrupt number from allocating memory for millions of ranks."""
 _REQUIRED = {
     *("actor", "process", "grpc_address", "store_address", "manifest_id", "place"),
     *("incarnation", "ranks", "first_rank", "world_size", "deadline_s"),
@@ -57,7 +57,7 @@ def _check_fields(message: Control | pb.EpochMember, kind: str, prefix: str = ""
 
 
 def _check_ranks(start: pb.EpochStart) -> None:
-    """Check that the members' ranks and the trainer's rank 0 are 0 to world_size - 1, and that no actor is listed twice."""
+    """Check that the trainer's rank 0 and the members' ranks are 0 to world_size - 1, and that no actor is listed twice."""
     taken = [0]
     for member in start.members:
         _check_fields(member, "EpochStart", "members.")

@@ -1,6 +1,6 @@
 """Prompt groups, sequences and dead letters: the messages between services, apart from control messages.
 
-Messages are checked when they enter a process, and already when they are encoded, so that an actor can publish an invalid
+Messages are checked when they are encoded and when they are decoded. The check at encoding lets an actor publish an invalid
 sequence as a failure with its reason. A `MessageError` names the message, the field and the problem. The trainer, not this
 module, checks whether a version exists or a group was issued. Arrays of a decoded message are read-only views of its bytes.
 """
@@ -156,8 +156,8 @@ class PromptGroup:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sequence(Branch):
-    """One finished sequence. Its own fields are its first branch; only an episode has more, in `branches`. `failure` is empty
-    if it succeeded. `finish_reason` is that of the latest turn."""
+    """One finished sequence. The fields of `Branch` hold its first branch; only an episode has more, in `branches`. `failure`
+    is empty if the sequence succeeded. `finish_reason` is that of the latest turn."""
 
     run: str
     sequence_id: str
@@ -170,9 +170,9 @@ class Sequence(Branch):
     metrics: dict[str, float] = field(default_factory=dict)
     """Other numbers that an environment or a reward reports."""
     answer: str = ""
-    """Part of the completion that the reward took as the answer, for people."""
+    """Part of the completion that the reward took as the answer, shown to people."""
     reason: str = ""
-    """The reward's explanation of its value, for people."""
+    """The reward's explanation of its value, shown to people."""
     finish_reason: FinishReason = FinishReason.STOP
     failure: str = ""
     group_token: bytes = b""
@@ -198,7 +198,7 @@ class Sequence(Branch):
 
     @property
     def reported(self) -> dict[str, float]:
-        """Numbers that environment and reward report, by name, and for an episode its number of `turns`."""
+        """Numbers that environment and reward report, by name. An episode also has its number of `turns`."""
         turns = {"turns": float(self.num_turns)} if self.turns else {}
         return {**turns, **self.metrics, **self.reward_components}
 
@@ -210,7 +210,7 @@ class Sequence(Branch):
 EMPTY_COMPLETION = "empty_completion"
 """Failure that the policy causes. A held-out answer that fails in this way counts as wrong."""
 MAX_SAMPLES = 65_536
-"""Maximum number of samples of one group, above any use; a corrupt number must not create billions of samples."""
+"""Maximum number of samples of one group. It keeps a corrupt number from creating billions of samples."""
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"
 FINISH_REASON_TO_PROTO = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -239,8 +239,8 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
 
 
 def remains_of_sequence(data: bytes, *, run: str) -> tuple[str, bytes]:
-    """Return the id and group token of a sequence that `decode_sequence` refuses. Both are empty if it does not parse or is of
-    another run."""
+    """Return the id and group token of a sequence that `decode_sequence` refuses. Both are empty if the message does not parse
+    or is of another run."""
     try:
         message = parse(pb.Sequence(), data, _SEQUENCE)
     except MessageError:
@@ -289,7 +289,7 @@ def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
 
 
 def _to_proto(value: Any) -> dict[str, Any]:
-    """Return a dataclass's fields as the constructor of its protobuf message takes them."""
+    """Return a dataclass's fields as keyword arguments for its protobuf message."""
     fields = {name: _ENCODERS[name](given) if name in _ENCODERS else given for name, given in vars(value).items()}
     if type(value) is Branch:
         del fields["finish_reason"]
@@ -297,8 +297,8 @@ def _to_proto(value: Any) -> dict[str, Any]:
 
 
 def _from_proto(message: Message, kind: str, prefix: str = "") -> dict[str, Any]:
-    """Return a message's fields as those of its dataclass. Raises `MessageError` only for lengths of arrays and for unknown
-    finish reasons."""
+    """Return a message's fields as keyword arguments for its dataclass. Raises `MessageError` only for wrong lengths of arrays
+    and unknown finish reasons."""
     fields = {name: getattr(message, name) for name in message.DESCRIPTOR.fields_by_name}
     for name in fields:
         if name in _DECODERS:
@@ -470,7 +470,7 @@ def _check_spans(spans: Iterable[VersionSpan], turns: tuple[Turn, ...], kind: st
 
 _Proto = TypeVar("_Proto", bound=Message)
 LOGPROB_ROUNDING = 1e-3
-"""A log-probability may exceed 0 by this much, nats, because engines compute it in low precision."""
+"""A log-probability may exceed 0 by this many nats, because engines compute it in low precision."""
 
 
 def parse(message: _Proto, data: bytes, kind: str) -> _Proto:
@@ -504,7 +504,7 @@ def check_finite(value: float, kind: str, field: str, *, at_least: float = -math
 
 
 def check_run(run: str, expected_run: str, kind: str) -> None:
-    """Raise `MessageError` if `run` is empty, or is not `expected_run` if that is given."""
+    """Raise `MessageError` if `run` is empty or not `expected_run` (empty = any)."""
     if not run or run != (expected_run or run):
         raise MessageError(kind, "run", f"{run!r} is not this run, {expected_run!r}" if run else "is empty")
 

@@ -25,7 +25,7 @@ from pipelinerl.v1 import verifier_pb2_grpc
 log = logging.getLogger(__name__)
 
 DEADLINE_S, LONGEST_DEADLINE_S = 120.0, 3600.0
-"""Deadline of a batch's first attempt. Each timeout doubles the deadline, up to the second value."""
+"""Deadline of a batch's first attempt and longest deadline, in seconds. Each timeout doubles the deadline."""
 BACKOFF = Backoff(first_s=0.1, most_s=3.0, jitter=0.5)
 _AWAY = (
     grpc.StatusCode.UNAVAILABLE,
@@ -159,7 +159,7 @@ class VerifierClient:
 
     @contextmanager
     def _tries(self) -> Iterator[verifier_pb2_grpc.VerifierServiceStub]:
-        """Yield the stub for one call, and report the call if it fails.
+        """Yield the stub for one call, and call `on_failed_try` if the call fails.
 
         A channel keeps the certificates that it was opened with. If the server was unreachable and the certificates were
         renewed, later calls therefore use another channel. The old one is not closed, because that would cancel its calls.
@@ -189,7 +189,7 @@ def _results(items: Iterable[pb.VerifyItem | pb.EpisodeRequest], response: pb.Ve
         is_usable = all(abs(value) <= MOST_REWARD for value in (result.reward, *result.components.values()))  # NaN is not
         if result.status == pb.VERIFY_STATUS_OK and not is_usable:
             result.status = pb.VERIFY_STATUS_BAD_REWARD
-            result.message = f"the verifier returned a reward of {result.reward}, with {dict(result.components)}"[:500]
+            result.message = f"the verifier returned a reward of {result.reward}, with terms {dict(result.components)}"[:500]
         if result.status != pb.VERIFY_STATUS_OK:
             result.reward = 0.0
     return list(response.results)

@@ -14,7 +14,7 @@ from statistics import fmean
 
 MOST_REPORTED = 24
 _Z = 1.959964
-"""Standard normal quantile of 97.5 %."""
+"""97.5 % quantile of the standard normal distribution."""
 
 
 def wilson_interval(share: float, trials: int) -> tuple[float, float]:
@@ -70,7 +70,7 @@ class Accuracy:
 
 
 def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
-    """Return the accuracy, or None without any verdict. `verdicts` has one list per problem, all of the same length: True =
+    """Return the accuracy, or None if there is no verdict. `verdicts` has one list per problem, all of the same length: True =
     right, False = wrong, None = no verdict."""
     problems = list(verdicts)
     asked = max(map(len, problems), default=0)

@@ -1,12 +1,12 @@
 """Compute, for an autoscaler, how many actors would keep the trainer busy within the lag bound. Pure.
 
 **Consumption.** A step uses up n sequences (trained, dropped or failed) in s seconds, not counting its waits for sequences. The
-trainer could thus consume `C = n / s` a second. C is the median over the last steps.
+trainer could thus consume `C = n / s` sequences a second. C is the median over the last steps.
 
-**Production.** The rate P of a full actor is measured while nearly all H slots are in use. While slots are empty, the last such
-value is kept, because a lower rate only means that the lag bound gives the actor less work. Until the actors have been full
-once, P is estimated from the rate p at a share `o` of used slots. P is between p (already saturated) and p / o (batching
-costs nothing); the estimate is their geometric mean, `p / sqrt(o)`.
+**Production.** A full actor finishes P sequences a second, measured while nearly all H slots are in use. While slots are empty,
+the last such value is kept, because a lower rate only means that the lag bound gives the actor less work. Until the actors have
+been full once, P is estimated from the rate p at a share `o` of used slots. P is between p (already saturated) and p / o
+(batching costs nothing); the estimate is their geometric mean, `p / sqrt(o)`.
 
 **Replicas.** `C / P` actors keep up with the trainer, and at least one is wanted. More than `ceil(M / H)` would leave slots
 empty. M is the number of sequences that may be issued before the first step: (1 + max_lag) * B, or G * B in conventional mode,
@@ -58,8 +58,8 @@ def full_rate(rate: float, occupancy: float, known: float | None) -> float:
 
 
 def replicas_wanted(needed: float, most: int, current: int | None = None) -> int:
-    """Return the number of actors for `needed` = C / P, at most `most`. The previous number `current` is kept while at most 0.1
-    actors are lacking and at most one actor and a tenth of `current` are surplus."""
+    """Return the number of actors for `needed` = C / P, at most `most`. The previous number `current` is kept while it is at
+    most 0.1 below `needed` and at most 1 + `current` / 10 above it."""
     enough = max(1, math.ceil(needed))
     if current is not None and current - 1 - 0.1 * current <= needed <= current + 0.1:
         enough = current
@@ -67,7 +67,7 @@ def replicas_wanted(needed: float, most: int, current: int | None = None) -> int
 
 
 class ReplicasWanted:
-    """The number of actors wanted; None until it is known. `slots`: H. `batch_size`: B. `in_flight`: M."""
+    """Computes `wanted`, the number of actors wanted; None until it is known. `slots`: H. `batch_size`: B. `in_flight`: M."""
 
     def __init__(self, *, slots: int, batch_size: int, in_flight: int) -> None:
         self._slots, self._batch_size, self._most = slots, batch_size, max(1, math.ceil(in_flight / slots))
@@ -78,7 +78,7 @@ class ReplicasWanted:
         self.wanted: int | None = None
 
     def step(self, consumed: int, seconds: float) -> None:
-        """Add a step that used up `consumed` sequences in `seconds`, without waits. The first step is ignored as warm-up."""
+        """Add a step that used up `consumed` sequences in `seconds` (without waits). The first step is ignored as warm-up."""
         if self._warm and consumed > 0 and seconds > 0:
             self._consumption.append(consumed / seconds)
             self._update()

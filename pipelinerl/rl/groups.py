@@ -1,8 +1,8 @@
 """Decide how many prompt groups may be issued and which of their sequences may be trained on; compute advantages and lag.
 
 **The feeder's bound.** Every step consumes exactly K = B / n groups. A group is *lost* if none of its samples is trained on;
-then another one is issued instead. Let N(v) be the groups issued and not lost. Groups are counted, because a count of sequences
-would loosen with every failed sample.
+then another one is issued instead. Let N(v) be the number of groups issued and not lost while v is served. The bound counts
+groups, because a count of sequences would loosen with every failed sample.
 
 With max_lag, keep `N(v) <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then at most
 number `(v + 1 + max_lag) * K` in order of issue. A trainer that consumes in that order uses it at version `v + max_lag` or
@@ -19,9 +19,9 @@ count.
 With A actors of H slots, `A * (H + n) + B` samples are always enough: A * H for full slots, a next group of n for each actor,
 and B for a waiting batch. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait, unless max_lag
 caused the wait. It falls if complete groups are left over after each of `limit / B + 1` steps. Let q be the smallest number
-left over: a queue of q groups makes sequences older and feeds no step. If q > 1, the limit falls by q / 4 groups. Steps count
-only after all groups issued before the last change are complete. When an actor leaves, the limit returns to its ceiling,
-because the actor's samples stay in flight for up to half a minute.
+left over: a queue of q groups makes sequences older and feeds no step. If q > 1, the limit falls by q / 4 groups, rounded up.
+Steps count only after all groups issued before the last change are complete. When an actor leaves, the limit returns to its
+ceiling, because the actor's samples stay in flight for up to half a minute.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
 version is (incarnation, number): after a restart from v = 20, version 25 of the previous incarnation is a policy that no longer
@@ -67,10 +67,10 @@ WAIT_SHARE = 0.02
 
 
 class IssueRoom(NamedTuple):
-    """Room for groups at a moment. `allowance`: groups that may be issued now. `by_version`: groups that the staleness bound
-    alone would allow. `held_by_max_lag`: whether `max_lag`, rather than the end of the run, is why no more groups may be
-    issued. `in_flight`: samples that the freshness limit counts: in progress, or of groups that wait for a step. `limit`: the
-    freshness limit in samples; None in conventional mode, whose phases bound the samples in flight."""
+    """Limits on issuing groups, and their reasons. `allowance`: groups that may be issued now. `by_version`: groups that
+    the staleness bound alone would allow. `held_by_max_lag`: True if `max_lag`, not the end of the run, makes `by_version` 0.
+    `in_flight`: samples that the freshness limit counts, which are in progress or belong to groups that wait for a step.
+    `limit`: the freshness limit in samples; None in conventional mode, whose phases bound the samples in flight."""
 
     allowance: int
     by_version: int
@@ -91,8 +91,8 @@ class IssuedGroups(NamedTuple):
 
 
 class IssueBounds:
-    """The staleness bound and, in pipeline mode, the freshness limit. `unlost`: groups issued and not lost since the start of
-    the run. `version`: the oldest version that an actor serves."""
+    """The staleness bound and, in pipeline mode, the freshness limit. Arguments: `unlost`, the number of groups issued and not
+    lost since the start of the run; `version`, the oldest version that an actor serves."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -108,7 +108,7 @@ class IssueBounds:
         self.steps_begun = 0
 
     def room(self, version: int, num_actors: int, unlost: int, num_waiting: int) -> IssueRoom:
-        """Return the room for groups now. `num_waiting`: samples of incomplete groups that have arrived."""
+        """Return how many groups may be issued now. `num_waiting`: samples of incomplete groups that have arrived."""
         max_lag, steps = self._recipe.algorithm.max_lag, self._recipe.trainer.steps
         by_version = max(0, issue_limit(self._recipe, version) - unlost)
         bounded = self._recipe.mode == "pipeline" and max_lag is not None and version + 1 + max_lag < steps
@@ -130,8 +130,8 @@ class IssueBounds:
 
     def begin_step(self, num_actors: int, groups: IssuedGroups, wait_share: float, *, for_max_lag: bool) -> None:
         """Adapt the freshness limit when a step has received its batch. `wait_share`: share of the time since the previous step
-        in which the trainer waited for sequences. `for_max_lag`: the staleness bound caused this wait, so a higher freshness
-        limit would not shorten it."""
+        in which the trainer waited for sequences. `for_max_lag`: True if the staleness bound caused this wait, which a higher
+        freshness limit would not shorten."""
         self.steps_begun += 1
         limit = self.limit(num_actors)
         if limit is None:
@@ -235,7 +235,7 @@ def stale_reason(
 
 
 def length_bucket(num_tokens: int) -> int:
-    """Return the upper end of the power-of-two bucket of a completion's length; 16 is the first."""
+    """Return the upper end of a completion's bucket of lengths: 16, 32, 64 and so on."""
     return max(16, 1 << max(0, num_tokens - 1).bit_length())
 
 
@@ -246,7 +246,7 @@ STD_FLOOR = 1e-6
 
 
 def smallest_group(baseline: Baseline) -> int:
-    """Return how many rewards the baseline needs."""
+    """Return the smallest number of rewards with which the baseline works."""
     return 2 if baseline == "leave_one_out" else 1
 
 
@@ -288,7 +288,7 @@ def answer_reward(components: Mapping[str, float]) -> float | None:
 
 
 def equally_right(samples: Iterable[Sequence]) -> bool:
-    """Return whether `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops a group because all its answers earned the same.
+    """Return whether all answers of a group earned the same, so that `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops it.
     Only answer terms are compared, if there are any, because right answers differ in their overlong penalty."""
     earned = ((answer_reward(sample.reward_components), sample.reward) for sample in samples)
     return all_equal([reward if answer is None else answer for answer, reward in earned])
@@ -317,7 +317,7 @@ _LARGEST_LAG_OF_BUCKET = np.array((0, 1, 2, 4, 8, 16))
 
 
 def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the index into `LAG_BUCKETS` of each token: int64[tokens] for lags int64[tokens]."""
+    """Return each token's index into `LAG_BUCKETS`, int64[tokens], from its lag, int64[tokens]."""
     return np.searchsorted(_LARGEST_LAG_OF_BUCKET, lags, side="left")
 
 

@@ -32,7 +32,7 @@ SKIPPED = "step skipped"
 
 
 class LedgerViolation(AssertionError):
-    """A sequence was issued or closed twice, closed without being issued, or the counts do not add up."""
+    """A sequence was issued twice, closed twice or closed without being issued, or the counts do not add up."""
 
 
 STATES = ("issued", *(outcome.value for outcome in Outcome), "in_flight")
@@ -62,7 +62,7 @@ class Ledger:
         self._count("issued", len(ids))
 
     def close(self, sequence_ids: Iterable[str], outcome: Outcome, reason: str = "") -> None:
-        """End sequences. A failure needs a reason from a small set. Raises `LedgerViolation` if a sequence is not in flight."""
+        """Close sequences. FAILED needs a `reason`. Raises `LedgerViolation` if a sequence is not in flight."""
         ids = list(sequence_ids)
         for sequence_id in ids:
             if sequence_id not in self._in_flight:
@@ -160,7 +160,7 @@ class SequenceTracker:
         self._tell({"event": "issue", "group": group.group_id, "samples": samples, "version": version})
 
     def published(self, group_id: str, position: int) -> None:
-        """Record the position of the group's message in PROMPTS. The group may already be complete."""
+        """Record the position of the group's message in PROMPTS. Do nothing if the group is already complete."""
         if group_id in self.open_groups:
             self.open_groups[group_id].queue_position = position
 
@@ -172,8 +172,8 @@ class SequenceTracker:
 
     def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """Return all samples of the group that this sequence completes, by index; empty while samples are missing. Failed
-        samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence names another
-        size."""
+        samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence names another size
+        of its group."""
         group = self.open_groups.get(sequence.group_id)
         if group is None:
             return ()
@@ -205,7 +205,7 @@ class SequenceTracker:
         return [failed_sample(run, group_id, index, group.num_samples, failure) for index in missing]
 
     def held(self) -> tuple[Sequence, ...]:
-        """Return the samples of open groups that have arrived, which a checkpoint stores beside `to_state`."""
+        """Return the samples of open groups that have arrived, which a checkpoint stores beside the result of `to_state`."""
         arrived = (sequence for group in self.open_groups.values() for sequence in group.members.values())
         return tuple(sequence for sequence in arrived if self.ledger.is_open(sequence.sequence_id))
 

@@ -1,7 +1,7 @@
 """Pack sequences into micro-batches of a fixed token budget, and assign the micro-batches of one optimizer step to ranks.
 
-Best-fit decreasing finds the number of bins. The same number of bins is then filled evenly, because equal micro-batches need
-the least memory and padding.
+Best-fit decreasing finds the number of bins (micro-batches). The same number of bins is then filled evenly, because equal
+micro-batches need the least memory and padding.
 
 Ranks that share a model (FSDP) begin each micro-batch together. A slot is one micro-batch on each rank and lasts as long as its
 costliest one, so a step lasts Σ over slots of the maximum over ranks. The plan has as few slots as best-fit decreasing allows,
@@ -53,7 +53,7 @@ def pack(lengths: Sequence[int], budget: int) -> Bins:
 
 
 def plan_microbatches(lengths: Sequence[int], budget: int) -> Bins:
-    """Return as few micro-batches as `pack` needs, with tokens spread evenly (LPT) if that still fits the budget."""
+    """Return as few micro-batches as `pack` needs, with tokens spread evenly if that still fits the budget."""
     packed, tokens = pack(lengths, budget), [int(length) for length in lengths]
     even, left = _Planner(tokens, tokens, budget, len(packed)).spread(_falling(tokens, range(len(tokens))))
     return packed if left else even
@@ -87,11 +87,11 @@ class CostModel:
 
 
 UNIT_COST = CostModel(per_token=1.0)
-"""Costs in tokens, for a model that is not known."""
+"""Costs in tokens, for an unknown model."""
 
 
 def causal_pairs(tokens: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]:
-    """Return the pairs of causal self-attention over n tokens: n (n + 1) / 2, or fewer if a window bounds each query."""
+    """Return the number of pairs of causal attention over n tokens: n (n + 1) / 2, or fewer if a window bounds each query."""
     all_pairs = tokens * (tokens + 1) / 2
     if window is None:
         return all_pairs
@@ -103,14 +103,14 @@ Slots = list[Bins]
 """[slot][rank] → indexes of the sequences of that micro-batch; empty if the rank has none in this slot."""
 
 MOST_LEVELLED_SLOTS = 16
-"""Maximum number of slots that are levelled one by one; with more, that takes long and gains under 1%."""
+"""Maximum number of slots for which `levelled` is tried; with more, it takes long and gains under 1%."""
 BINS_TRIED = 8
 """Number of cheapest bins that are tried before a sequence counts as not fitting."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step's micro-batches: every sequence is in exactly one, and each rank has equally many."""
+    """A step's micro-batches: every sequence is in exactly one, and all ranks have the same number of them."""
 
     slots: Slots
     costs: list[list[float]]
@@ -140,7 +140,7 @@ PIECES = (1, 4, 16, 0)
 """Divisors of the token budget: a piece has at most budget / divisor tokens; 0 puts each sequence in its own piece. Small
 pieces can be spread evenly over ranks; large ones compute a prompt less often."""
 COPIES_OF_A_TOKEN = 5
-"""Copies of a prompt token that need the memory of one computed token. Copies exist only in attention."""
+"""Number of copies of a prompt token that take as much memory as one computed token. Copies exist only in attention."""
 
 
 def plan_step(
@@ -155,8 +155,8 @@ def plan_step(
 
     The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots, none of which is empty on all ranks. One rank gets the bins of
     `plan_microbatches`. `prompts`: each sequence's prompt, which is part of its length. A micro-batch then computes a prompt
-    once for all its sequences with this prompt, except in attention. With several ranks, a plan is made for each size in
-    `PIECES`, and the cheapest is returned. Raises `FieldError` if one sequence alone exceeds the budget."""
+    once for all its sequences with this prompt, except in attention. With several ranks, a plan is made for each divisor
+    in `PIECES`, and the cheapest is returned. Raises `FieldError` if one sequence alone exceeds the budget."""
     tokens = [int(length) for length in lengths]
     costs = cost_model.of(lengths, outputs)
     if prompts is None:
@@ -241,7 +241,7 @@ class _Planner:
     num_ranks: int
 
     def evened(self, packed: Bins, num_slots: int) -> Slots:
-        """Put bins of similar cost into a slot, and spread the slot's sequences over its ranks again if that is faster."""
+        """Put bins of similar cost into a slot, and redistribute the slot's sequences over its ranks if that is faster."""
         padded = packed + [[] for _ in range(num_slots * self.num_ranks - len(packed))]
         falling = sorted(padded, key=lambda members: -_total(members, self.cost))
         return [self._evened_slot(falling[first : first + self.num_ranks]) for first in range(0, len(falling), self.num_ranks)]
@@ -267,8 +267,8 @@ class _Planner:
         return None if left else slots
 
     def spread(self, order: list[int], level: float = math.inf) -> tuple[Bins, list[int]]:
-        """Return one slot's bins and the sequences left over. Each sequence of `order` goes into the cheapest bin with room
-        (LPT). No bin's cost exceeds `level`, and no bin's tokens exceed the budget."""
+        """Return one slot's bins and the sequences left over. Each sequence of `order` goes into the cheapest bin with
+        room. No bin's cost exceeds `level`, and no bin's tokens exceed the budget."""
         bins: Bins = [[] for _ in range(self.num_ranks)]
         room = [self.budget] * self.num_ranks
         cheapest = [(0.0, rank) for rank in range(self.num_ranks)]

@@ -55,8 +55,8 @@ class Simulation:
     """Totals after the warm-up. Lags are in optimizer steps, times in the unit of `Timing`.
 
     `lag_histogram` has the trained completion tokens by lag. Shares of time: `actor_idle`, in which an actor has nothing in
-    progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in which no optimizer step runs. Sequences trained
-    or dropped, and the stale ones among them, are counted by `length_bucket`."""
+    progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in which no optimizer step runs. By length bucket,
+    `finished_by_length` counts the sequences trained or dropped, and `stale_by_length` the stale ones among them."""
 
     steps: int = 0
     duration: float = 0.0
@@ -106,7 +106,7 @@ class _Group:
 
 
 _Wait = float | Callable[[], bool]
-"""A wait of a trainer's process: until a time, or until a condition holds, which is checked after each event."""
+"""A wait of a simulated process: until a time, or until a condition holds, which is checked after each event."""
 _Process = Iterator[_Wait]
 
 
@@ -167,9 +167,9 @@ class _Run:
         self.prompts: deque[_Group] = deque()
         self.bounds = IssueBounds(recipe)
         self.issued = self.lost = 0
-        """Numbers of groups issued, and of groups of which nothing was trained."""
+        """Counts of the groups issued, and of those of which nothing was trained."""
         self.open: dict[int, None] = {}
-        """Numbers of groups that are not complete, in order of issue."""
+        """Incomplete groups by their number, in order of issue."""
         self.num_waiting = 0
         """Samples that arrived and wait for others of their group."""
         self.ready: deque[_Group] = deque()
@@ -224,7 +224,7 @@ class _Run:
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
-        """Schedule the actor's next event: the current step's end if a sequence or version waits, else a sequence's end."""
+        """Schedule the actor's next event: the step's end if a sequence or version waits, else the next end of a sequence."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
             when = self._next_boundary(actor)
@@ -375,7 +375,7 @@ class _Run:
                 self.counted.lag_histogram[version - span.version] += span.end - span.start
 
     def _offer(self) -> _Process:
-        """Send the new version once the previous one is served. In conventional mode, then wait until it is served."""
+        """Send the new version once the previous one is served. In conventional mode, then wait until the new one is served."""
         yield self.now + self.timing.snapshot
         yield lambda: self.served == self.offered
         self.offered = self.version

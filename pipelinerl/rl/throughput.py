@@ -1,5 +1,5 @@
-"""Compute in closed form the highest throughput of both methods of the PipelineRL paper (its appendix A), and their largest
-lag.
+"""Compute in closed form the highest throughput and the largest lag of conventional RL and of the pipeline (PipelineRL paper,
+appendix A).
 
 A generator with h sequences in progress makes U(h) tokens per unit of time, a decode step takes h / U(h), and one rank trains
 on a token in τ. In the paper the unit is a *flash*, the time that a token takes at full utilisation, so U is a utilisation;
@@ -98,8 +98,8 @@ MOST_STALE = 0.01
 
 
 def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: float = 1.0) -> int:
-    """Return the largest lag of a run whose actors are full, for completions of these lengths in tokens. Without lengths, all
-    count as equally long, which gives the smallest value. Episodes count even while they do not decode."""
+    """Return the largest lag of a run whose actors are full, for completions of these lengths in tokens. By default,
+    all are equally long, which gives the smallest value. Episodes count even while they do not decode."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g - 1
     in_progress = recipe.samples_in_progress * max(1, num_actors)
@@ -122,7 +122,7 @@ def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
 
 
 def generation_rate(curve: DecodeCurve, lengths: Lengths, num_sequences: int, num_generators: int) -> float:
-    """Return r_gen of one phase of `num_sequences` = K, spread evenly over generators whose batches drain."""
+    """Return r_gen of a phase of `num_sequences` (K), spread evenly over generators, which then take no further sequences."""
     # Between two lengths that occur, the number of unfinished sequences does not change.
     unfinished = np.cumsum(lengths.shares[::-1])[::-1] * (num_sequences / num_generators)
     decode_steps = np.diff(lengths.tokens, prepend=0)
@@ -139,8 +139,8 @@ def conventional_rate(
 
 @dataclass(frozen=True)
 class Split:
-    """Accelerators divided into generators, with H sequences in progress each, and trainers; and the tokens per unit of time
-    that generation, training and updates allow."""
+    """Accelerators divided into generators, each with H sequences in progress, and trainers. `generation`, `training` and
+    `updates` are the highest rates, in tokens per unit of time, that these activities allow."""
 
     num_generators: int
     num_trainers: int

@@ -99,8 +99,8 @@ async def test_limits_of_existing_streams_stay(server: NatsServer, caplog: pytes
             assert not caplog.text
         async with connected(server, replace(LIMITS, sequences_max_messages=10, sequences_max_bytes=10**6)) as other:
             assert caplog.messages[1] == (
-                "SEQUENCES_demo exists with another limit in bytes, 67108864 instead of 1000000, and is not changed; "
-                "use `nats stream edit SEQUENCES_demo` to change it"
+                "SEQUENCES_demo keeps its limit in bytes of 67108864, although the run asks for 1000000; to change it, use "
+                "`nats stream edit SEQUENCES_demo`"
             )
             assert [message.partition("_")[0] for message in caplog.messages] == ["PROMPTS", "SEQUENCES", "CONTROL", "DEAD"]
             await other.publish_sequence(b"1", "s1")

@@ -167,7 +167,7 @@ async def test_without_helm_the_error_says_how_to_get_it(
     ("at", "arguments", "told", "is_there"),
     [
         ("check_absent", SUBMIT, "interrupted; nothing was installed\n", False),
-        ("install", SUBMIT, "a part of it may be installed; remove it before you submit it again: helm uninstall own", False),
+        ("install", SUBMIT, "may be installed; before you submit again, remove it: helm uninstall own", False),
         ("look", (*SUBMIT, "--watch"), "the run goes on\n  watch and fetch  pipelinerl submit --attach own -n train", True),
         ("check_helm", ("submit", "--attach", "own", "-n", "train"), "the run goes on\n  watch and fetch", False),
         ("look", ("submit", "--attach", "own", "-n", "train"), "stop and remove  helm uninstall own -n train", False),

@@ -364,7 +364,7 @@ def test_a_port_that_is_taken_or_none_or_asked_for_twice_is_refused_before_anyth
         option = f"--{name.replace('_', '-')}"
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-            with pytest.raises(FieldError, match=f"{option} = {port}: cannot listen there .*; give another, or 0"):
+            with pytest.raises(FieldError, match=f"{option} = {port}: cannot listen there .*; give another port, or 0"):
                 ports(**{name: port})
         with pytest.raises(FieldError, match=f"{option} = 65536: give a port from 1 to 65535"):
             ports(**{name: 65536})
