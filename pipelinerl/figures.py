@@ -53,7 +53,7 @@ FIGURES = (
     Figure("step", "Number of the optimizer step, counted from 1.", on_page=True),
     Figure("policy_version", "Version that this step made; it equals `step`."),
     Figure("served_version", "Newest version that every member serves at the time of writing."),
-    Figure("time_s", "Seconds since the trainer was first ready, except undone steps and time in which no trainer was up.",
+    Figure("time_s", "Seconds since the trainer was first ready. Undone steps and time without a trainer do not count.",
            on_page=True),
     Figure("loss", "Loss of the whole batch, with the recipe's normalisation.", "loss", "none"),
     Figure("skipped", "Reason why the step changed no weight: `loss not finite` or `gradient not finite`; otherwise empty.",
@@ -67,7 +67,7 @@ FIGURES = (
     Figure("entropy", "Mean entropy of the policy at the positions of sampled tokens, nats.", "entropy_nats", on_page=True),
     Figure("ess", "Effective sample size (ESS) of the step's tokens, divided by their number; uses unclamped importance "
            "weights.", "ess_ratio", on_page=True, summary={"ess.mean": "mean", "ess.min": "smallest"}, trained=True),
-    Figure("ess_by_lag", "ESS of the tokens of each lag alone, divided by their number. The buckets of lags are "
+    Figure("ess_by_lag", "ESS, computed for the tokens of each lag, divided by their number. The buckets of lags are "
            "`0`, `1`, `2`, `3-4`, `5-8`, `9-16` and `17+`.", "ess_by_lag_ratio", labels=_LAG),
     Figure("clip_fraction", "Share of the tokens at which the loss clipped or bounded the importance weight.", "clip_ratio"),
     Figure("clip_fraction_by_lag", "Share of the tokens of each lag at which the loss clipped or bounded the importance "
@@ -146,8 +146,8 @@ FIGURES = (
     Figure("turns_mean", "Mean number of turns per [episode](episodes.md#what-is-trained) of the step; only in runs with "
            "episodes.", "episode_turns", "turns"),
     Figure("branches_mean", "Mean number of branches per episode; only in runs with episodes.", "episode_branches", "branches"),
-    Figure("observed_fraction", "Share of observations, which environments add, in the tokens after the prompts. Observations "
-           "are not trained on. Only in runs with episodes.", "observed_ratio"),
+    Figure("observed_fraction", "Share of the tokens after the prompts that are observations of environments. Observations are "
+           "not trained on. Only in runs with episodes.", "observed_ratio"),
     Figure("multi_version_fraction", "Share of the step's sequences whose tokens were sampled by more than one version.",
            "multi_version_ratio", summary={"sequences_multi_version_fraction": "mean"}, weight="sequences_trained"),
     Figure("truncated_fraction", "Share of the step's sequences that were cut at `sampling.max_tokens` or at the end of "
