@@ -365,7 +365,7 @@ def state_to_resume(run: RunDir, option: str) -> tuple[int | None, Mapping[str, 
         state = newest_state(run.path)
         return (None, {}) if state is None else (state["policy_version"], state["recipe"])
     except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise FieldError(option, str(run.path), f"its newest checkpoint cannot be read: {error!r}; remove this one") from error
+        raise FieldError(option, str(run.path), f"remove its newest checkpoint, which cannot be read: {error!r}") from error
 
 
 def trainer_starts(run_dir: Path) -> list[int]:
