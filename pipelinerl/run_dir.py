@@ -398,8 +398,8 @@ def missing_from(run_dir: Path) -> str:
         )
     if state is not None and state["journal_bytes"] > size:
         return (
-            f"{JOURNAL} has {size:,} bytes, but the checkpoint of version {state['policy_version']} was written when it had "
-            f"{state['journal_bytes']:,}: restore the file, because nothing else records which sequences are in flight"
+            f"{JOURNAL} has {size:,} bytes, but it had {state['journal_bytes']:,} when the checkpoint of version "
+            f"{state['policy_version']} was written: restore the file, since nothing else records which sequences are in flight"
         )
     written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
     if state is None and written:
