@@ -53,12 +53,12 @@ FIGURES = (
     Figure("step", "Number of the optimizer step, counted from 1.", on_page=True),
     Figure("policy_version", "Version that this step made; it equals `step`."),
     Figure("served_version", "Newest version that every member serves at the time of writing."),
-    Figure("time_s", "Seconds since the trainer was first ready, without undone steps and time in which no trainer was up.",
+    Figure("time_s", "Seconds since the trainer was first ready. Undone steps and time without a trainer do not count.",
            on_page=True),
     Figure("loss", "Loss of the whole batch, with the recipe's normalisation.", "loss", "none"),
     Figure("skipped", "Reason why the step changed no weight: `loss not finite` or `gradient not finite`; otherwise empty.",
            "steps_skipped_total", "steps", help="Optimizer steps that changed no weight."),
-    Figure("grad_norm", "L2 norm of the policy's gradient before clipping, apart from a value head.", "gradient_norm", "none",
+    Figure("grad_norm", "L2 norm of the policy's gradient before clipping, without a value head's.", "gradient_norm", "none",
            on_page=True),
     Figure("clipped", "True if the gradient was clipped to [the bound of its norm](learning.md#the-optimizer).",
            "steps_clipped_total", "steps", help="Optimizer steps whose gradient was clipped to the bound of its norm.",
@@ -67,13 +67,13 @@ FIGURES = (
     Figure("entropy", "Mean entropy of the policy at the positions of sampled tokens, nats.", "entropy_nats", on_page=True),
     Figure("ess", "Effective sample size (ESS) of the step's tokens, divided by their number; uses unclamped importance "
            "weights.", "ess_ratio", on_page=True, summary={"ess.mean": "mean", "ess.min": "smallest"}, trained=True),
-    Figure("ess_by_lag", "ESS of the tokens of each lag by themselves, divided by their number. The buckets of lags are "
+    Figure("ess_by_lag", "ESS, computed for the tokens of each lag, divided by their number. The buckets of lags are "
            "`0`, `1`, `2`, `3-4`, `5-8`, `9-16` and `17+`.", "ess_by_lag_ratio", labels=_LAG),
     Figure("clip_fraction", "Share of the tokens at which the loss clipped or bounded the importance weight.", "clip_ratio"),
     Figure("clip_fraction_by_lag", "Share of the tokens of each lag at which the loss clipped or bounded the importance "
            "weight, in the same buckets.", "clip_by_lag_ratio", labels=_LAG),
-    Figure("clip_range_cut", "Share of the tokens that `ppo_clip`, `grpo` or `gspo` clipped, mean of the last ten steps; null "
-           "unless it exceeds a quarter."),
+    Figure("clip_range_cut", "Mean share of the tokens that `ppo_clip`, `grpo` or `gspo` clipped in the last ten steps; null "
+           "unless this mean exceeds a quarter."),
     Figure("value_loss", "Loss of the learned baseline, weighted over tokens like the policy loss, without the factor "
            "`algorithm.value_coefficient`. Only if `algorithm.advantage` is `value`.", "value_loss", "none"),
     Figure("explained_variance", "1 − Var(R − v) / Var(R) over tokens, with the returns R and the learned baseline v. Only "
@@ -89,7 +89,7 @@ FIGURES = (
     Figure("ended_by_length", "Object from length to [number of sequences trained, number dropped as stale] since the previous "
            "step. The key `16` means up to 16 sampled tokens, `32` up to 32, and so on."),
     Figure("held_by_max_lag", "True if `algorithm.max_lag` keeps the feeder from issuing more groups when the line is written. "
-           "False if the freshness limit or the end of the run does."),
+           "False if only the freshness limit or the end of the run stops the feeder."),
     Figure("max_lag_too_small", "True if `algorithm.max_lag` is below `largest_lag` and this has a cost: the trainer waits "
            "while `max_lag` holds the feeder, or more than 1 % of all sequences so far were dropped as stale.", on_page=True),
     Figure("largest_lag", "[Largest lag](architecture.md#staleness) predicted for full actors, from the present members and "
@@ -108,7 +108,7 @@ FIGURES = (
            "`algorithm.advantage` is `value`, nothing can be learned from them.", "equal_reward_groups_ratio",
            summary={"steps_equal_rewards": "ones"}),
     Figure("groups_all_right", "Share of the step's groups in which every answer earned at least `reward.correct`. Groups "
-           "without an answer term, as in most environments, are left out here and in the next figure."),
+           "without an answer term, as in most environments, are left out, also in `groups_all_wrong`."),
     Figure("groups_all_wrong", "Share of the step's groups in which no answer earned anything."),
     Figure("identical_groups", "Share of the step's groups whose completions are all the same text."),
     Figure("term_spread", "For each term of the reward, by name, its standard deviation within a group, as the mean over "
@@ -146,8 +146,8 @@ FIGURES = (
     Figure("turns_mean", "Mean number of turns per [episode](episodes.md#what-is-trained) of the step; only in runs with "
            "episodes.", "episode_turns", "turns"),
     Figure("branches_mean", "Mean number of branches per episode; only in runs with episodes.", "episode_branches", "branches"),
-    Figure("observed_fraction", "Share of the tokens after the prompts that environments added; these are context and not "
-           "trained on. Only in runs with episodes.", "observed_ratio"),
+    Figure("observed_fraction", "Share of the tokens after the prompts that are observations of environments. Observations are "
+           "not trained on. Only in runs with episodes.", "observed_ratio"),
     Figure("multi_version_fraction", "Share of the step's sequences whose tokens were sampled by more than one version.",
            "multi_version_ratio", summary={"sequences_multi_version_fraction": "mean"}, weight="sequences_trained"),
     Figure("truncated_fraction", "Share of the step's sequences that were cut at `sampling.max_tokens` or at the end of "
@@ -168,8 +168,8 @@ FIGURES = (
            "micro-batches and ranks) and `optimizer`. See below."),
     Figure("idle_s", "Seconds in which the weight update kept the trainer from computing: `snapshot` and `send` of `step_s`.",
            summary={"idle_s_mean": "mean"}),
-    Figure("tokens_per_s", "Tokens per second of the step's computation: `tokens_trained` (`trained`) or `tokens_computed` "
-           "(`computed`). (`tokens_trained_per_s` is per second of the whole step.)", "tokens_per_second",
+    Figure("tokens_per_s", "Tokens per second of the step's computation: `trained` from `tokens_trained`, `computed` from "
+           "`tokens_computed`. (`tokens_trained_per_s` is per second of the whole step.)", "tokens_per_second",
            labels={"tokens": ("trained", "computed")}),
     Figure("mfu", "[Model FLOPs utilization](#model-flops-utilization) of the step's computation. Only if the device's peak is "
            "known, so not on a CPU.", "mfu_ratio", summary={"mfu_mean": "mean"}, weight=_COMPUTE),

@@ -28,7 +28,7 @@ ABOUT, ADAPTER = "pipelinerl.json", "adapter_config.json"
 """The file of a checkpoint that states its policy version, and the configuration of a LoRA adapter."""
 MODEL_IN = ("config.json", ADAPTER)
 NOTHING_THERE = -1
-"""Position in SEQUENCES of a checkpoint to which nothing on the streams belongs: its trainer empties them first."""
+"""Position in SEQUENCES if no message on the streams belongs to a checkpoint. The trainer then empties the streams first."""
 STATE_FORMAT = 3
 """Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
@@ -336,8 +336,8 @@ def policies_of(folder: Path) -> dict[int, Checkpoint]:
 
 
 def checkpoint_of(folder: Path, version: int | None = None) -> Checkpoint:
-    """Return the policy of `version`; None: the one in `folder` if that is a checkpoint or an adapter, else the run's newest.
-    Raises `FieldError` if there is no such checkpoint."""
+    """Return the policy of `version`. Without a version, return the policy in `folder` if that is a checkpoint or an adapter,
+    else the run's newest. Raises `FieldError` if there is no such checkpoint."""
     if version is None and any((folder / file).is_file() for file in MODEL_IN):
         return Checkpoint(folder)
     check_folder(folder, "RUN")
@@ -365,7 +365,7 @@ def state_to_resume(run: RunDir, option: str) -> tuple[int | None, Mapping[str, 
         state = newest_state(run.path)
         return (None, {}) if state is None else (state["policy_version"], state["recipe"])
     except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise FieldError(option, str(run.path), f"its newest checkpoint cannot be read: {error!r}; remove it") from error
+        raise FieldError(option, str(run.path), f"remove its newest checkpoint, which cannot be read: {error!r}") from error
 
 
 def trainer_starts(run_dir: Path) -> list[int]:
@@ -382,14 +382,14 @@ def recipe_changes_of(run_dir: Path) -> list[str]:
 
 
 def missing_from(run_dir: Path) -> str:
-    """Return why a run cannot continue from a folder that lost files or is of another version, and the fix; empty if it can, or
-    if the folder is new. Raises `ValueError` for a file with invalid content."""
+    """Return why a run cannot continue from a folder that lost files or is of another format, and the fix. Return an empty text
+    if the run can continue, or the folder is new. Raises `ValueError` for a file with invalid content."""
     state, journal = newest_state(run_dir), run_dir / JOURNAL
     size = journal.stat().st_size if journal.is_file() else 0
     if not (run_dir / LINEAGE).is_file():
         if state is None and not size:
             return ""
-        return f"{LINEAGE} is missing: restore it (its starts are those in {JOURNAL}), or give the run another folder"
+        return f"{LINEAGE} is missing: restore it from a copy, or start a new run in another folder"
     if state is not None and state["format"] != STATE_FORMAT:
         return (
             f"the checkpoint of policy version {state['policy_version']} has format {state['format']}, and this release of "
@@ -398,8 +398,8 @@ def missing_from(run_dir: Path) -> str:
         )
     if state is not None and state["journal_bytes"] > size:
         return (
-            f"{JOURNAL} has {size:,} bytes, but the checkpoint of version {state['policy_version']} was written when it had "
-            f"{state['journal_bytes']:,}: restore the file, because nothing else records which sequences are in flight"
+            f"{JOURNAL} has {size:,} bytes, but it had {state['journal_bytes']:,} when the checkpoint of version "
+            f"{state['policy_version']} was written: restore the file, since nothing else records which sequences are in flight"
         )
     written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
     if state is None and written:

@@ -73,7 +73,7 @@ class RunTotals:
         reduce_step(self.reduced, record, events=False)
 
     def add_events(self, record: Record) -> None:
-        """Add the figures of events, such as evaluations. `record`: a step's, or that of one event."""
+        """Add the figures of events, such as evaluations. `record`: the record of a step, or of one event."""
         reduce_step(self.reduced, record, events=True)
         if evaluation := evaluation_of(record):
             self.heldout.append(evaluation)
@@ -152,7 +152,7 @@ def summary_from_metrics(recipe: Recipe, records: list[dict[str, Any]]) -> dict[
 
 
 HELDOUT_KEYS = {"accuracy": "accuracy", "unanswered": "unanswered", "lower_bound": "accuracy_lower_bound", "sets": "sets"}
-"""Key in metrics.jsonl after `heldout_`, by the key in an evaluation of summary.json."""
+"""For each key of an evaluation in summary.json, the key in metrics.jsonl without its prefix `heldout_`."""
 
 
 def evaluation_of(record: Record) -> dict[str, Any] | None:

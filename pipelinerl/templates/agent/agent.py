@@ -1,6 +1,6 @@
 """Answers one question, with a calculator. Reads {"prompt": ...} on standard input and prints the answer.
 
-Any OpenAI-compatible server will do: OPENAI_BASE_URL and OPENAI_API_KEY name it. This program knows nothing of PipelineRL.
+The program uses the OpenAI-compatible server that OPENAI_BASE_URL and OPENAI_API_KEY name. It contains nothing of PipelineRL.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""A right program passes the first tests of problems.jsonl, and a wrong one does not: change these lines with them."""
+"""The first tests of problems.jsonl pass for a right program and fail for a wrong one; change these lines with them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-from reward import score  # the sample reward: if you write another one, change these lines with it
+from reward import score  # if you write another reward, change these lines with it
 
 from services.verifier.rewards.item import RewardInput
 
