@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 EXIT_OK, EXIT_FAILURE, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 2, 130, 141
-"""Exit codes of commands and services. `EXIT_UNREAD`: the reader of the output closed it."""
+"""Exit codes of commands and services. `EXIT_UNREAD`: the reader of the output closed the pipe."""
 
 
 class PipelineRLError(Exception):
@@ -89,7 +89,7 @@ _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def as_unicode(text: str) -> str:
-    """Replace each surrogate by U+FFFD, because messages and tokenizers refuse surrogates, which JSON may contain."""
+    """Replace each surrogate, which JSON may contain, by U+FFFD. Protobuf and tokenizers refuse surrogates."""
     return _HALF_A_PAIR.sub("\ufffd", text)
 
 

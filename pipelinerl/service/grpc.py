@@ -160,5 +160,5 @@ def explained(error: aio.AioRpcError, tls_dir: Path | None) -> str:
     elif "CERTIFICATE_VERIFY_FAILED" in details:
         hint = f" (its certificate is not valid under {tls_dir / CA})"
     elif closed_at_once:
-        hint = f" (the server may refuse {tls_dir / CERTIFICATE}, as expired or of another CA)"
+        hint = f" (the server may refuse {tls_dir / CERTIFICATE}: has it expired, or is it of another CA?)"
     return f"{error.code().name}: {details}{hint}"

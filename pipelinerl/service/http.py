@@ -4,7 +4,7 @@ On a loopback interface, a request is only answered if its Host header names thi
 points its host name at this machine could read the answers through a browser here (DNS rebinding). This is not a login: a
 program that reaches the port may send any Host header.
 
-The size of a request's head is limited. The time until it arrives is not, because uvicorn has no setting for that.
+The size of a request's headers is limited. The time until they arrive is not, because uvicorn has no setting for that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
 _MOST_HEAD_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-"""Seconds until the server closes an idle connection. Most clients close it earlier, so few requests meet a closed one."""
+"""Seconds until the server closes an idle connection. Most clients close it earlier, so few requests arrive too late."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:

@@ -70,7 +70,7 @@ Protocol = Annotated[Literal["", "http/protobuf", "grpc"], BeforeValidator(_lowe
 
 
 class TracingSettings(BaseSettings):
-    """OpenTelemetry's variables that choose the exporter. They are not validated if they switch traces off."""
+    """OpenTelemetry's variables that choose the exporter. If they switch traces off, none of them is validated."""
 
     model_config = SettingsConfigDict(env_prefix="OTEL_", frozen=True, extra="ignore", env_ignore_empty=True)
 

@@ -67,7 +67,7 @@ class ChatFormat(Protocol):
 
 
 def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """Return the format of a recipe's model. If the recipe changes the chat template, the model's name is not used."""
+    """Return the format of a recipe's model. If the recipe changes the chat template, ignore the model's name."""
     is_changed = bool(model.chat_template or model.chat_template_kwargs)
     return chat_format(tokenizer, "" if is_changed else model.name, model.chat_template_kwargs)
 
@@ -223,7 +223,8 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 class TemplateFormat:
     """Any chat template. A recorded turn is extended by the text that the template writes after it, if later messages do not
-    change the text before them. Tool calls have the form of Hermes models. If a template cannot write tools, a message does."""
+    change the text before them. Tool calls have the form of Hermes models. If a template has no tools, a message describes
+    them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
