@@ -72,8 +72,7 @@ class Sampler:
         return await (self._play(group, start, trace) if group.episodic else self._complete(group, start))
 
     async def interrupt(self, timeout_s: float) -> None:
-        """Stop sampling for good and keep unfinished sequences. Those that the engine does not return in `timeout_s` are
-        lost."""
+        """Stop sampling for good and keep unfinished sequences, except those that the engine does not return in `timeout_s`."""
         self.interrupted = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -182,9 +181,8 @@ class GenerationLoop:
 
     Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits until a commit has opened the serving
     gate, a slot is free, and the trainer's feeder has issued a group. A sample holds a slot from its start until it enters the
-    finisher's bounded buffer. If the gate closes before all samples of a group have started, the other samples go back to
-    PROMPTS. There are H slots, or more with episodes, because an episode that waits for its environment holds a slot but no
-    place.
+    finisher's bounded buffer. If the gate closes before all samples of a group have started, the others go back to PROMPTS.
+    There are H slots, or more with episodes, because an episode that waits for its environment holds a slot but no place.
     """
 
     bus: Bus

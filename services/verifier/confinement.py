@@ -200,8 +200,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def lower_limit(kind: int, most: int, *, for_good: bool = False) -> None:
-    """Set the soft limit to `most` or the hard limit, whichever is lower. With `for_good`, set the hard limit to the same
-    value."""
+    """Set the soft limit to `most` or the hard limit, whichever is lower. With `for_good`, also set the hard limit so."""
     hard = resource.getrlimit(kind)[1]
     soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (soft, soft if for_good else hard))

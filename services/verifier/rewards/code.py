@@ -107,7 +107,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 def program_in(answer: str) -> tuple[str, str]:
     """Return the program in an answer, and where it was, such as 'took its code block'. The program is the last fenced block
-    marked as Python, else the last block without a mark, else the whole answer. A cut block counts."""
+    marked as Python, else the last block without a mark, else the whole answer. A block may lack its end."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
         if found := [body for language, body in blocks if language in wanted]:
@@ -204,7 +204,7 @@ def _tests(given: Any, row: Mapping[str, Any]) -> Iterator[Test]:
         elif kind in ("stdin", "stdin_stdout"):
             yield Test(_text(each["input"]), _text(each["output"]))
         else:
-            raise ValueError(f"a test of the type {kind!r}; use stdin or functional")
+            raise ValueError(f"a test has the type {kind!r}; use stdin or functional")
 
 
 def _mapping(given: Any) -> Mapping[str, Any]:
@@ -224,7 +224,7 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Yield tests of statements, with the program's names that they use. Raises `ValueError` if they use none."""
+    """Yield tests that run statements, with the names that these use of the program. Raises `ValueError` if they use none."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)
@@ -317,7 +317,8 @@ def _refuse(whose: str, number: Any) -> Any:
 
 
 def _same(result: Any, wanted: Any) -> bool:
-    """Compare two values: numbers by value, and to a millionth if a float is expected. True and 1 differ."""
+    """Compare two values. Numbers are compared by value, with a relative error of 1e-6 if a float is expected. True is not
+    1."""
     if isinstance(wanted, list) and isinstance(result, list):
         return len(result) == len(wanted) and all(map(_same, result, wanted))
     if isinstance(wanted, dict) and isinstance(result, dict):
