@@ -136,8 +136,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
              "and answers)", {"dest": "template", "choices": _TEMPLATES}),
             ("--data FILE", Path, "your questions and answers, as CSV, TSV, JSONL, JSON or Parquet"),
         ],
-        ("--question COLUMN", str, "column of --data with the questions (default: by its name)"),
-        ("--answer COLUMN", str, "column of --data with the answers (default: by its name)"),
+        ("--question COLUMN", str, "column of --data with the questions (default: question, prompt, ...)"),
+        ("--answer COLUMN", str, "column of --data with the answers (default: answer, solution, ...)"),
     ],
         "pipelinerl init my-task                           # ten sums for a small model, with a reward in Python",
         "pipelinerl init my-task --data questions.csv      # your questions, for SmolLM2 or a model of the hub",
@@ -228,7 +228,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
          "FROM-TO:WEIGHT, such as 1-512:6,513-2048:3,8192:1, or the folder of a run that recorded its lengths",
          {"required": True}),
         ("--sequences-in-progress H", int, "sequences on each actor (default: the best)"),
-        ("--kv-kib-per-token KIB", float, "KiB of KV cache per token (default: by config.json, or else a guess)"),
+        ("--kv-kib-per-token KIB", float, "KiB of KV cache per token (default: by config.json, or else assumed)"),
         ("--json", None, "print the plan as one JSON object"),
     ]),
     "report": ("rebuild report.html of a run", "run_folder:report", [
@@ -250,7 +250,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ),
     "rollback": ("let a recorded run continue from one of its earlier versions", "replay:rollback", [
         ("run RUN", Path, "folder of a stopped run with `record: true`"),
-        ("--to VERSION", int, "version from which to continue; one without a checkpoint is recomputed from recorded steps",
+        ("--to VERSION", int, "version from which to continue; recomputed from recorded steps if it has no checkpoint",
          {"required": True}),
     ], "pipelinerl rollback runs/try --to 40", "pipelinerl run --resume runs/try"),
     "compare": ("compare runs: recipes, accuracies with intervals, curves, samples", "compare:compare", [

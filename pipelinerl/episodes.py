@@ -68,7 +68,7 @@ class Done:
 
 MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE = "max_turns_exceeded", "context_length_exceeded", "request_too_large"
 POLICY_FAULTS = (MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE)
-"""Codes with which an actor refuses a turn because the policy went on for too long. The episode then earns 0."""
+"""Codes with which an actor refuses a turn because the policy exceeded a limit. The episode then earns 0."""
 
 Start = Messages | str
 """First messages of an episode. A plain text stands for one user message."""
@@ -81,7 +81,7 @@ class Environment(Protocol):
     call; the environment answers such calls itself."""
 
     def start(self, row: Mapping[str, Any], seed: int) -> Start | Awaitable[Start]:
-        """Return the first messages. `row`: the problem's line of `task.path`, or `{}`."""
+        """Return the first messages. `row`: the problem's row of `task.path`, or `{}` without a file."""
         ...
 
     def reply(self, turn: Turn) -> Reply | Awaitable[Reply]:

@@ -61,7 +61,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def why_unwritable(folder: Path) -> str:
-    """Return why no file can be made in the folder, which need not exist yet; empty if one can."""
+    """Return why no file can be created in the folder, which need not exist yet; empty if one can."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return f"{there} is not a folder"
@@ -87,7 +87,7 @@ def model_source(recipe: Recipe, settings: PolicySettings) -> str:
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside `folder`, and rename it to `folder` at the end of the block. If another process finished
-    first, its folder stays. An error removes the new folder; the start removes old ones of killed processes."""
+    first, its folder stays. After an error, the new folder is removed; at the start, those of killed processes are."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{folder.name}."
     for left in folder.parent.glob(f"{prefix}*"):

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _MARK = f"k{secrets.token_hex(12)}q"
 """Mark to insert into spelled control tokens. Nobody can guess its letters and digits, and JSON and templates keep them."""
 _PREFIX = 3
-"""Number of characters with which a search for a control token begins."""
+"""Number of leading characters of control tokens that are searched for first."""
 
 
 def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:
@@ -67,15 +67,15 @@ _ANSWERED = {"role": "assistant", "content": _ANSWER}
 
 
 def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
-    """Return what the chat template writes after an answer, with the next question if `asked_again`. Raises its errors."""
+    """Return what the template writes after an answer, plus a question if `asked_again`. Raises the template's errors."""
     messages = [_ASK, _ANSWERED, *([_ASK] if asked_again else [])]
     return written(tokenizer, messages, begins_turn=False).rpartition(_ANSWER)[2]
 
 
 class ControlTokens:
     """A tokenizer for prompts that lets no text become a control token. Control tokens are special tokens, added tokens with a
-    `|`, and added tokens that the chat template writes around a message. In a tool's result, every added token is one.
-    `has_own_encoder`: another tokenizer, which reads no control tokens in texts, encodes the messages."""
+    `|`, and added tokens that the chat template writes around a message. In a tool's result, every added token is a control
+    token. `has_own_encoder`: another tokenizer, which reads no control tokens in texts, encodes the messages."""
 
     def __init__(self, tokenizer: Any, *, has_own_encoder: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -125,8 +125,8 @@ control_tokens = lru_cache(maxsize=8)(ControlTokens)
 @lru_cache(maxsize=8)
 def answer_end(tokenizer: Any) -> int | None:
     """Return the token with which the chat template ends an answer. Engines need it, because a base model's generation config
-    does not name this token. Return None if engines know it as the tokenizer's end token, or if answers end with plain text.
-    Raises `FieldError` without a template."""
+    does not name this token. Return None if it is the tokenizer's end token, which engines know, or if answers end with plain
+    text. Raises `FieldError` without a template."""
     if not tokenizer.chat_template:
         fix = "this tokenizer has no chat template; use plain, or name one with model.chat_template"
         raise FieldError("task.prompt_style", "chat", fix)

@@ -1,6 +1,6 @@
 """Build the data that a run's pages show, as one object of bounded size. `pipelinerl.local.ending` builds it from a run's
 files. During a run, `services.trainer.reporting.page` keeps it up to date. The pages load nothing from other hosts: live.html
-links static files, which the trainer serves, and reports inline them.
+links static files, which the trainer serves, and each report contains them.
 """
 
 from __future__ import annotations

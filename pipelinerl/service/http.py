@@ -59,7 +59,7 @@ def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str
 
 
 def bracketed(host: str) -> str:
-    """Return a host as in a Host header: an IPv6 address in brackets."""
+    """Return a host in the form of a Host header, with an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -74,7 +74,7 @@ def is_loopback(host: str) -> bool:
 
 
 def health_app(readiness: Readiness, registry: CollectorRegistry, *, loop_watch: Callable[[], float] = lambda: 0.0) -> FastAPI:
-    """Return an app with three routes. `/healthz`: 503 if the loop of `loop_watch` has not run for `BLOCKED_AFTER_S`, else 200.
+    """Return an app with three routes. `/healthz`: 503 if `loop_watch` returns more than `BLOCKED_AFTER_S`, else 200.
     `/readyz`: 503 with the reason until the process is ready. `/metrics`: the registry in Prometheus's text format."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 

@@ -32,7 +32,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TURN_S = 0.02
 """Seconds between two attempts to take the turn on a shared GPU."""
 MARK_EVERY_S = 0.25
-"""Seconds between two times that a watched event loop notes."""
+"""Seconds between two time stamps of a watched event loop."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Backoff:
-    """Delays between tries, which double from `first_s` to `most_s`. Each is shortened at random by a share up to `jitter`."""
+    """Delays between tries, which double from `first_s` to `most_s`. Each is shortened by a random share up to `jitter`."""
 
     first_s: float = 0.1
     most_s: float = 5.0
@@ -38,7 +38,7 @@ class Backoff:
 
 
 def is_bus_outage(error: Exception) -> bool:
-    """Return whether waiting may help: NATS is away, or a stream is full."""
+    """Return whether waiting may help: NATS is unreachable, or a stream is full."""
     return isinstance(error, BusError) and not isinstance(error, PayloadTooLarge)
 
 

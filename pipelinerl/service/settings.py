@@ -86,7 +86,7 @@ class TrainerSettings(PolicySettings):
     linger: bool = False
     """Stay up after the run's end until a signal, because a StatefulSet restarts a process that exits."""
     on_completion: Literal["keep", "release", "exit"] = "keep"
-    """What a finished run keeps on Kubernetes. keep: all pods. release: only its report. exit: neither."""
+    """What a finished run keeps on Kubernetes. keep: all pods. release: only its report. exit: nothing."""
     release: str = Field("", description="Prefix of the names of this release's objects; empty = not started by the chart.")
     page: bool = False
     """Serve the live page at http_port. Anyone who can reach it can read prompts and completions."""

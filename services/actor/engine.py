@@ -52,7 +52,7 @@ class InferenceEngine(Protocol):
     def vocab_size(self) -> int: ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine refuses or has died."""
+        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine refuses it or is dead."""
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
         """Make the `generate` calls of these requests return at once, with their tokens so far. Ignores unknown ids."""

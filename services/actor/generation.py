@@ -72,7 +72,7 @@ class Sampler:
         return await (self._play(group, start, trace) if group.episodic else self._complete(group, start))
 
     async def interrupt(self, timeout_s: float) -> None:
-        """Stop sampling for good and keep unfinished sequences, except those that the engine does not return in `timeout_s`."""
+        """Stop sampling for good. Keep the unfinished sequences that the engine returns within `timeout_s`; others are lost."""
         self.interrupted = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -286,7 +286,7 @@ class GenerationLoop:
             try:
                 await self.bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
             except PayloadTooLarge:
-                letter.reason += f" (its {len(letter.prompt_group)} bytes are too many to be stored)"
+                letter.reason += f" (the group's {len(letter.prompt_group)} bytes are too many to be stored)"
                 letter.ClearField("prompt_group")
                 await self.bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
         except BusError as error:  # the message will be delivered again

@@ -122,8 +122,8 @@ ANSWER_WITHIN_S = 1.0
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
     """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens. Old messages are
-    acknowledged only afterwards, so that no group is lost. Waits little more than `timeout_s` for the stream. If a group cannot
-    be stored in time, its old messages are delivered again, and the loss of its tokens is logged."""
+    acknowledged only afterwards, so that no group is lost. Waits only slightly longer than `timeout_s`. If a group cannot be
+    stored in time, its old messages are delivered again, and the loss of its tokens is logged."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> None:
@@ -172,7 +172,7 @@ async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
                 done = acknowledge or not message.missing
                 await (message.delivery.ack() if done else message.delivery.give_back())
     except (BusError, TimeoutError) as error:
-        log.warning("cannot acknowledge group %s; NATS delivers it again: %s", held.group.group_id, error or "timed out")
+        log.warning("cannot acknowledge or return group %s; NATS delivers it again: %s", held.group.group_id, error or "timed out")
 
 
 def messages_of(

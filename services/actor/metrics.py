@@ -99,9 +99,9 @@ class ActorMetrics:
         self.failed = metrics.counter("sequences_failed_total", text, {"reason": "see docs/errors.md"}, unit="sequences")
         text = "Sequences that this actor handed over when it stopped: unfinished ones, and finished ones not stored yet."
         self.handed_over = metrics.counter("sequences_handed_over_total", text, {"state": CARRIED_STATES}, unit="sequences")
-        text = "Sequences that this actor took over from one that stopped: unfinished ones, and finished ones not stored yet."
+        text = "Sequences that this actor took over from a stopped actor: unfinished ones, and finished ones not stored yet."
         self.continued = metrics.counter("sequences_continued_total", text, {"state": CARRIED_STATES}, unit="sequences")
-        text = "Tokens of sequences taken over, which were not generated again."
+        text = "Tokens that other actors had already generated in sequences taken over."
         self.carried_tokens = metrics.counter("carried_tokens_total", text)
         self.completion_tokens = metrics.histogram("completion_tokens", "Length of completions, tokens.", COMPLETION_TOKENS)
         text = "Duration of a verifier call for one batch, measured by the actor."

@@ -96,7 +96,7 @@ def template_doubts(problem: Problem, task: TaskConfig, tokenizer: Any) -> Itera
     with contextlib.suppress(TemplateError):  # of a template that refuses such a conversation
         end = after_answer(tokenizer).strip()
     if end and text.rstrip().endswith(end):
-        yield f"ends prompts with {end!r}, the end of an answer; begin an answer if add_generation_prompt"
+        yield f"ends prompts with {end!r}, the end of an answer; begin an answer if add_generation_prompt is true"
     others = [one for one in re.findall(r"<[|｜][^<>\s]+[|｜]>", text) if one not in known]
     if others and not any(others[0] in message["content"] for message in messages):
         yield f"writes {others[0]}, which is no token of this model; use the template of the model"

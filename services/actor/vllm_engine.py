@@ -399,7 +399,7 @@ def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingPar
 
 
 def completion_of(output: CompletionOutput) -> Completion:
-    """Convert vLLM's output. Raises `EngineError` if its arrays do not match."""
+    """Convert vLLM's output. Raises `EngineError` if its arrays differ in length or the sequence ended abnormally."""
     token_ids = np.asarray(output.token_ids, dtype=np.int32)
     flat: Any = output.logprobs  # vLLM lists the sampled token first at every position
     sampled = [flat.logprobs[start] for start in flat.start_indices] if flat is not None else []

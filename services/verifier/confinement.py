@@ -55,9 +55,9 @@ def go_below_another() -> None:
 
 
 def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
-    """Watch `child` until it or this process's parent ends; then kill the remaining descendants and end as the child did.
-    Meanwhile, answer requests of the child's seccomp filter for more processes or threads. `ends`: a socket pair whose first
-    end receives the filter's listener; without it, the child has no such filter. Call `attach_to_parent` first."""
+    """Watch `child` until it or this process's parent ends; then kill the remaining descendants and end with the child's exit
+    status. Meanwhile, answer requests of the child's seccomp filter for more processes or threads. `ends`: a socket pair whose
+    first end receives the filter's listener; without it, the child has no such filter. Call `attach_to_parent` first."""
     code = 1
     try:
         _ignore_signals()
@@ -200,7 +200,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def lower_limit(kind: int, most: int, *, for_good: bool = False) -> None:
-    """Set the soft limit to `most` or the hard limit, whichever is lower. With `for_good`, also set the hard limit so."""
+    """Set the soft limit to `most` or the hard limit, whichever is lower. With `for_good`, also lower the hard limit."""
     hard = resource.getrlimit(kind)[1]
     soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (soft, soft if for_good else hard))

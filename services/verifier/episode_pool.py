@@ -39,7 +39,7 @@ NO_TEMPLATE = "no episode can be started: the process that forks them is not up"
 
 
 class EpisodeLost(PipelineRLError):
-    """The process that forks episodes died, or could not fork this one. Another call may succeed."""
+    """The process that forks episodes died, or could not fork this episode. Another call may succeed."""
 
 
 @asynccontextmanager

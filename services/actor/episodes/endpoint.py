@@ -1,7 +1,7 @@
 """The HTTP endpoint at which environments and agents request turns, as OpenAI's chat completions or as tokens.
 
 Every URL contains the key of a running episode. Turns are sampled as the recipe says, because the trainer divides by the
-sampling probabilities; a request sets only messages, length, stop strings and tools. Answers are sent whole.
+sampling probabilities; a request sets only messages, length, stop strings and tools. Even streams send whole answers.
 
 `context_of` and `answer_of` convert messages to tokens and back. If a request continues a recorded conversation, the recorded
 tokens are kept, and only the new messages are rendered. Otherwise the whole history is rendered and begins a branch.
@@ -170,7 +170,7 @@ class Endpoint:
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
     async def _stream(self, answering: Coroutine[Any, Any, str]) -> Response:
-        """Answer with a stream. An error within `KEEP_ALIVE_S` has its own HTTP status; a later one is an event."""
+        """Answer with a stream. An error within `KEEP_ALIVE_S` has its own HTTP status; later errors are sent as events."""
         task = asyncio.create_task(answering)
 
         async def kept_alive() -> AsyncIterator[str]:
@@ -361,8 +361,8 @@ def _usage(turn: RecordedTurn) -> dict[str, int]:
 
 
 def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
-    """Return the requested turn's context, int32[context]. If the format allows it, the context extends the recorded turn whose
-    history is the longest beginning of the request's. Texts never become control tokens. Raises `Unrenderable`."""
+    """Return the requested turn's context, int32[context]. If the format allows it, the context extends a recorded turn: the
+    one with the longest history that the request continues. Texts never become control tokens. Raises `Unrenderable`."""
     turn = _last_known(served, _history(messages, tools))
     messages, tools = chat.control.parted(messages), chat.control.parted(tools)
     token_ids = None

@@ -26,7 +26,7 @@ from pipelinerl.recipe.fields import ModelConfig
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
-"""A message of OpenAI's chat completions, as `endpoint.read_messages` returns it: with a text as content, no empty fields."""
+"""A message of OpenAI's chat completions, from `endpoint.read_messages`: its content is a text, and no field is empty."""
 Tools = list[dict[str, Any]]
 
 _KEPT_TEXTS, _KEPT_CHARACTERS = 1024, 16_384
@@ -222,9 +222,8 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class TemplateFormat:
-    """Any chat template. A recorded turn is extended by the text that the template writes after it, if later messages do not
-    change the text before them. Tool calls have the form of Hermes models. If a template has no tools, a message describes
-    them."""
+    """Any chat template. A recorded turn is extended by the text that the template writes after it, unless later messages
+    change earlier text. Tool calls have the form of Hermes models. If a template cannot write tools, a message lists them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)

@@ -5,7 +5,7 @@ reward = correct * score + format_weight * [the format matches] + overlong penal
 With `truncated: zero`, a completion that was cut at its length limit gets only the penalty, and a term `truncated` of 0.
 
 A scorer may be a user's own function, `my_pkg.rewards:score`. It takes a `RewardInput` and returns a number, or named numbers
-that are added up. Functions written for verl or TRL are recognised by their parameters, and are called in the same way.
+that are added up. Functions written for verl or TRL are recognised by their parameters and called accordingly.
 """
 
 from __future__ import annotations
@@ -134,9 +134,8 @@ _FORMS = (
 
 
 def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
-    """Import a function, possibly async, that has our, verl's or TRL's parameters. Raises `FieldError` for a missing function
-    or other parameters. With verl's or TRL's parameters, a function gets the whole completion, so `answer_pattern` must be
-    empty."""
+    """Import a function, possibly async, that has our, verl's or TRL's parameters. Raises `FieldError`. With verl's or TRL's
+    parameters, a function gets the whole completion, so `answer_pattern` must be empty."""
     task, function = task or TaskConfig(), imported("reward.scorer", path)
     try:
         signature = inspect.signature(function)

@@ -204,7 +204,7 @@ def _renew(given: Any, after: Any) -> None:
 
 
 def _raised(names: list[str], text: str, operation: str) -> BaseException:
-    """Return the nearest built-in exception to the program's. It is StopIteration only for a call of `__next__`."""
+    """Return the built-in exception that is nearest to the program's. It is StopIteration only for a call of `__next__`."""
     for name in names:
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, BaseException):

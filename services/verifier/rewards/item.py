@@ -35,8 +35,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A score. `value` is the reward: 1 for a right answer, or the sum of `parts` if there are any. `metrics` are no part of
-    it."""
+    """A score. `value` is the reward: 1 for a right answer, or the sum of `parts` if there are any. `metrics` are separate."""
 
     value: float
     reason: str = ""
