@@ -172,7 +172,7 @@ async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
                 done = acknowledge or not message.missing
                 await (message.delivery.ack() if done else message.delivery.give_back())
     except (BusError, TimeoutError) as error:
-        log.warning("cannot acknowledge or return group %s; NATS delivers it again: %s", held.group.group_id, error or "timed out")
+        log.warning("cannot ack or return group %s; NATS delivers it again: %s", held.group.group_id, error or "timed out")
 
 
 def messages_of(
