@@ -1,7 +1,7 @@
 """The `pipelinerl` command: the arguments of its commands, their completion in a shell, and exit codes for errors.
 
-A command's module is imported only when the command runs, because the import may be slow. Exit codes: 0 done, 1 failed, 2 a
-user's mistake (arguments, recipe, folder), 130 interrupted, 141 the reader of the output closed it.
+A command's module is imported only when the command runs, because the import may be slow. Exit codes: 0 success, 1 failure, 2 a
+user's mistake (in arguments, recipe or folder), 130 interrupted, 141 output pipe closed by its reader.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _add(parser: Any, arguments: Sequence[Any]) -> None:
 
 
 def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """Return the arguments. Those of `serve` behind `--` are `passed_on`. Raises `SystemExit` for a mistake."""
+    """Parse `argv`. Arguments of `serve` behind `--` become `passed_on`. Raises `SystemExit` for a mistake."""
     end = argv.index("--") if argv[:1] == ["serve"] and "--" in argv else len(argv)
     args, others = parser.parse_known_args(argv[:end], argparse.Namespace(passed_on=argv[end + 1 :]))
     if others and args.command == "chat" and args.prompt is None and (others[0] == "--" or not others[0].startswith("-")):
@@ -136,14 +136,14 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
              "and answers)", {"dest": "template", "choices": _TEMPLATES}),
             ("--data FILE", Path, "your questions and answers, as CSV, TSV, JSONL, JSON or Parquet"),
         ],
-        ("--question COLUMN", str, "column of --data with the questions (default: a usual name)"),
-        ("--answer COLUMN", str, "column of --data with the answers (default: a usual name)"),
+        ("--question COLUMN", str, "column of --data with the questions (default: question, prompt, ...)"),
+        ("--answer COLUMN", str, "column of --data with the answers (default: answer, solution, ...)"),
     ],
         "pipelinerl init my-task                           # ten sums for a small model, with a reward in Python",
         "pipelinerl init my-task --data questions.csv      # your questions, for SmolLM2 or a model of the hub",
         "pipelinerl init my-agent --from agent",
     ),
-    "recipes": ("list the recipes that come with pipelinerl, with what each needs", "init:recipes", [
+    "recipes": ("list the recipes that come with pipelinerl, and what each needs", "init:recipes", [
         ("--json", None, "print one JSON array"),
     ], "pipelinerl recipes --json | jq '.[] | select(.device == \"cpu\").name'"),
     "run": ("train a model on this machine, as a recipe says", "run:run", [
@@ -170,8 +170,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
          {"action": "append", "default": []}),
         ("--watch", None, "show the run, fetch its report and checkpoint at its end, and remove the release and its volume "
          "claims"),
-        ("--attach RELEASE", str, "do as --watch with a release that was submitted before"),
-        ("--keep", None, "remove nothing after the results were fetched"),
+        ("--attach RELEASE", str, "as --watch, for a release that was submitted before"),
+        ("--keep", None, "remove nothing after fetching the results"),
         ("--output DIR", Path, "folder for the results (default: runs/<name>)"),
         ("--chart PATH|URL", str, "folder, archive or oci:// address (default: deploy/helm)"),
     ], "pipelinerl submit gsm -n rl --values gpus.yaml --set trainer.steps=500 --watch"),
@@ -183,7 +183,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("what", None, "service to scale", {"choices": ["actors"]}),
         ("count N", int, "number of actors to reach"),
         ("--run-dir DIR", Path, "folder of the run", {"required": True}),
-        ("--timeout S", float, "seconds to wait until all serve (300)", {"default": 300.0}),
+        ("--timeout S", float, "seconds to wait until all actors serve (300)", {"default": 300.0}),
     ]),
     "validate": ("check a recipe and print a summary of it", "validate:validate", [
         _RECIPE, _SET,
@@ -196,7 +196,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB; also prints how much the recipe needs, with advice. With "
          "several trainer nodes, set the total number of ranks by --set trainer.nproc=N"),
         ("--parameters SIZE", str, "number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory "
-         "(default: read from the model's files, or else the number in its name plus a tenth)"),
+         "(default: by the model's files, or else 1.1 times the number in its name)"),
     ]),
     "doctor": ("say why a recipe will not learn, or why a run does not", "validate:doctor", [
         ("subject RECIPE|RUN", str, "recipe file or name, or the folder of a run, finished or not"),
@@ -228,7 +228,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
          "FROM-TO:WEIGHT, such as 1-512:6,513-2048:3,8192:1, or the folder of a run that recorded its lengths",
          {"required": True}),
         ("--sequences-in-progress H", int, "sequences on each actor (default: the best)"),
-        ("--kv-kib-per-token KIB", float, "KV cache per token (default: by config.json, or else assumed)"),
+        ("--kv-kib-per-token KIB", float, "KiB of KV cache per token (default: by config.json, or else assumed)"),
         ("--json", None, "print the plan as one JSON object"),
     ]),
     "report": ("rebuild report.html of a run", "run_folder:report", [
@@ -249,14 +249,14 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "pipelinerl replay runs/try --step 47 --tokens                   # tokens of the sequences in which π and μ differ",
     ),
     "rollback": ("let a recorded run continue from one of its earlier versions", "replay:rollback", [
-        ("run RUN", Path, "folder of a run with `record: true` that does not run now"),
-        ("--to VERSION", int, "version from which to continue; without a checkpoint, it is computed from the recorded steps",
+        ("run RUN", Path, "folder of a stopped run with `record: true`"),
+        ("--to VERSION", int, "version from which to continue; recomputed from recorded steps if it has no checkpoint",
          {"required": True}),
     ], "pipelinerl rollback runs/try --to 40", "pipelinerl run --resume runs/try"),
     "compare": ("compare runs: recipes, accuracies with intervals, curves, samples", "compare:compare", [
         ("runs RUN", Path, "folders of two or more runs, finished or not", {"nargs": "+"}),
         ("--out FILE", Path, "file of the page (default: compare.html, or none with --csv)"),
-        ("--csv FILE|-", Path, "file for a row per step with all figures (- for stdout)"),
+        ("--csv FILE|-", Path, "CSV file with all figures, one row per step (- for stdout)"),
         ("--open", None, "open the page in the browser"),
     ], "pipelinerl compare runs/low-rate runs/high-rate --open"),
     "audit": ("recompute a run's ledger from its journal, checkpoints and streams", "run_folder:audit", [
@@ -270,14 +270,14 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--json", None, "print one JSON object per line, with the whole prompt"),
     ]),
     "cache": ("list or remove files kept for the next run, such as initial models", "run:cache", [
-        ("--clear NAME", str, "remove these entries, or all if none is named; keep those of a running run",
+        ("--clear NAME", str, "remove these entries, or all if none is named, except those of a running run",
          {"nargs": "*", "completer": _kept}),
     ]),
 }  # fmt: skip
-"""For each command: its help, the module and function in `pipelinerl.commands` that execute it, its arguments, and examples.
-The function returns the exit code, and raises `UserError` for a mistake in the arguments. An argument is a row: flags and
-placeholder, such as `--run-dir DIR`, the type of its value (None: it is a flag), its help, and further keywords of argparse. Of
-the rows in an inner list, a user may give one."""
+"""For each command: its help, its function as `module:function` in `pipelinerl.commands`, its arguments, and examples. The
+function returns the exit code, and raises `UserError` for a mistake in the arguments. Each argument is a tuple: flags and
+placeholder, such as `--run-dir DIR`; type of the value (None for a flag); help; further keywords of argparse. An inner list
+holds mutually exclusive arguments."""
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Environments and tools, as users write them (docs/episodes.md).
 
 An environment starts an episode, answers each turn of the policy, and gives the episode's reward. Each episode has its own
-object in its own process. All samples of a prompt get the same row and seed. After a fault, an episode runs again from its
-start. If the environment then behaves as before, the turns already sampled are used again.
+environment object in its own process. All samples of a prompt get the same row and seed. After a fault, an episode starts
+again. While the environment behaves as before, the turns already sampled are reused.
 
-A tool is a Python function. Its name, type hints and docstring are the schema that the policy reads. Parameters are str, int,
-float, bool, list, dict, Literal, and unions of these such as `str | None`. The policy reads the function's result: text as it
-is, anything else as JSON.
+A tool is a Python function. Its name, type hints and docstring make up the schema that the policy reads. Parameters are str,
+int, float, bool, list, dict, Literal, and unions of these such as `str | None`. The policy reads the function's result: text as
+it is, anything else as JSON.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of an episode. `correct`: whether a held-out problem counts as solved; None: it does if the reward
-    reaches `reward.correct`. `metrics` are averaged over episodes."""
+    """The end of an episode. `correct`: whether a held-out problem counts as solved. None: it counts if the reward reaches
+    `reward.correct`. `metrics` are averaged over episodes."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Done:
 
 MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE = "max_turns_exceeded", "context_length_exceeded", "request_too_large"
 POLICY_FAULTS = (MAX_TURNS, CONTEXT_LENGTH, TOO_LARGE)
-"""Codes with which an actor refuses a turn because the policy went on for too long. The episode then earns 0."""
+"""Codes with which an actor refuses a turn because the policy exceeded a limit. The episode then earns 0."""
 
 Start = Messages | str
 """First messages of an episode. A plain text stands for one user message."""
@@ -81,7 +81,7 @@ class Environment(Protocol):
     call; the environment answers such calls itself."""
 
     def start(self, row: Mapping[str, Any], seed: int) -> Start | Awaitable[Start]:
-        """Return the first messages. `row`: the problem's line of `task.path`, or `{}`."""
+        """Return the first messages. `row`: the problem's row of `task.path`, or `{}` without a file."""
         ...
 
     def reply(self, turn: Turn) -> Reply | Awaitable[Reply]:
@@ -111,8 +111,8 @@ def imported(field: str, path: str) -> Callable[..., Any]:
 
 
 def check_code(field: str, path: str, config: str) -> None:
-    """Import a reward, a tool (`field` is task.tools) or an environment (task.name), and check the latter two. `config`:
-    `task.config` as JSON. Raises `UserError`."""
+    """Import a user's function or class, and check it if `field` is task.tools (a tool) or task.name (an environment).
+    `config`: `task.config` as JSON. Raises `UserError`."""
     found = imported(field, path)
     if field == "task.tools":
         tool_of(found)

@@ -1,4 +1,4 @@
-"""The errors that this project raises on purpose, as one tree.
+"""The errors that this project raises on purpose, in one class hierarchy.
 
 A user's mistake is a `UserError`. The command line prints its text, which names the fix, without a traceback. Every other
 `PipelineRLError` is a failure outside the process.
@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 EXIT_OK, EXIT_FAILURE, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_UNREAD = 0, 1, 2, 130, 141
-"""Exit codes of commands and services. `EXIT_UNREAD`: the reader of the output closed it."""
+"""Exit codes of commands and services. `EXIT_UNREAD`: the reader of the output closed the pipe."""
 
 
 class PipelineRLError(Exception):
@@ -63,7 +63,7 @@ class PayloadTooLarge(BusError):
 
 
 class NotPermitted(UserError):
-    """NATS does not let this user publish or subscribe to a subject. Waiting does not help, so a service ends with it."""
+    """NATS does not let this user publish or subscribe to a subject. Waiting does not help, so a service ends."""
 
     def __init__(self, user: str, subject: str, action: str = "publish") -> None:
         self.user, self.subject, self.action = user, subject, action
@@ -89,7 +89,7 @@ _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def as_unicode(text: str) -> str:
-    """Replace each surrogate by U+FFFD, because messages and tokenizers refuse surrogates, which JSON may contain."""
+    """Replace each surrogate, which JSON may contain, by U+FFFD. Protobuf and tokenizers refuse surrogates."""
     return _HALF_A_PAIR.sub("\ufffd", text)
 
 
@@ -99,7 +99,7 @@ def first_line(error: BaseException) -> str:
 
 
 def how_ended(code: int) -> str:
-    """Describe a process's exit code, such as `exit code 1`, or `SIGKILL` for -9. Real-time signals have only a number."""
+    """Describe a process's exit code: `exit code 1`, `SIGKILL` for -9, or `signal 35` for -35, a signal without a name."""
     if code >= 0:
         return f"exit code {code}"
     return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"

@@ -24,18 +24,18 @@ from pipelinerl.service.settings import PolicySettings
 COMPLETE = "config.json"
 CHUNK_BYTES = 1024**2
 _FORMAT = 2
-"""Part of a folder's name. Increase it when the same source gives other weights."""
+"""Part of a folder's name. Increase this number when the same source gives different weights."""
 _ABANDONED_S = 24 * 3600
-"""Seconds without a change after which a partial folder is taken for that of a killed process."""
+"""Seconds without a change after which a partial folder is removed, because its process was probably killed."""
 
 
 def is_built(model: ModelConfig) -> bool:
-    """Return whether the trainer puts this model into its cache before the run and serves it to the actors. Pure."""
+    """Return whether the trainer puts this model into its cache before the run and serves it to the actors."""
     return model.source in ("checkpoint", "smollm2")
 
 
 def built_name(recipe: Recipe, run: str) -> str:
-    """Return the name of a model's folder in a cache. Only smollm2 has the same folder in all runs."""
+    """Return the name of a model's folder in a cache. Runs share only the folder of smollm2."""
     if recipe.model.source == "smollm2":
         return f"smollm2-{_FORMAT}"
     text = json.dumps({"format": _FORMAT, "model": recipe.model.name, "run": run}, sort_keys=True)
@@ -61,7 +61,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def why_unwritable(folder: Path) -> str:
-    """Return why no file can be made in the folder, which need not exist yet; empty if one can."""
+    """Return why no file can be created in the folder, which need not exist yet; empty if one can."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return f"{there} is not a folder"
@@ -87,7 +87,7 @@ def model_source(recipe: Recipe, settings: PolicySettings) -> str:
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside `folder`, and rename it to `folder` at the end of the block. If another process finished
-    first, its folder stays. Partial folders are removed after an error, and those of killed processes at the start."""
+    first, its folder stays. After an error, the new folder is removed; at the start, those of killed processes are."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{folder.name}."
     for left in folder.parent.glob(f"{prefix}*"):

@@ -1,8 +1,8 @@
-"""Turn a problem into the tokens of a prompt by the recipe's chat template, without letting text become control tokens.
+"""Turn a problem into the tokens of a prompt with the recipe's chat template, so that no text becomes a control token.
 
-A text from a row, a tool, an environment or an agent may spell a control token, such as `<|im_end|>`. A mark splits such a text
-before the chat template renders it, and the tokenizer encodes the parts separately, so that it never becomes that token. A
-tokenizer is any object with the interface of Hugging Face's.
+A text from a row, a tool, an environment or an agent may spell a control token, such as `<|im_end|>`. Before the chat template
+renders such a text, a mark is inserted into the spelled token. The tokenizer then encodes the parts before and after the mark
+separately. A tokenizer is any object with the interface of Hugging Face's.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pipelinerl.tasks.source import Problem, conversation
 log = logging.getLogger(__name__)
 
 _MARK = f"k{secrets.token_hex(12)}q"
-"""Text to insert into spelled control tokens. JSON and templates keep its letters and digits, and nobody can guess them."""
+"""Mark to insert into spelled control tokens. Nobody can guess its letters and digits, and JSON and templates keep them."""
 _PREFIX = 3
-"""Length of the prefixes by which control tokens are first searched for."""
+"""Number of leading characters of control tokens that are searched for first."""
 
 
 def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:
@@ -67,15 +67,15 @@ _ANSWERED = {"role": "assistant", "content": _ANSWER}
 
 
 def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
-    """Return the text that the chat template writes after an answer, with a question if `asked_again`. Raises its errors."""
+    """Return what the template writes after an answer, plus a question if `asked_again`. Raises the template's errors."""
     messages = [_ASK, _ANSWERED, *([_ASK] if asked_again else [])]
     return written(tokenizer, messages, begins_turn=False).rpartition(_ANSWER)[2]
 
 
 class ControlTokens:
-    """A tokenizer for prompts that lets no text become a control token. Control tokens are all special tokens, added tokens
-    with a `|`, and added tokens with which the chat template begins or ends a message; in a tool's result, all added tokens.
-    `has_own_encoder`: the renderer uses another tokenizer, which reads no control tokens in texts."""
+    """A tokenizer for prompts that lets no text become a control token. Control tokens are special tokens, added tokens with a
+    `|`, and added tokens that the chat template writes around a message. In a tool's result, every added token is a control
+    token. `has_own_encoder`: another tokenizer, which reads no control tokens in texts, encodes the messages."""
 
     def __init__(self, tokenizer: Any, *, has_own_encoder: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -99,8 +99,8 @@ class ControlTokens:
         return (self._all if is_result else self._control).parted(value)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Encode a text that will be continued, without tokens that the tokenizer adds at the end of a text. A control token
-        in it that a mark splits is encoded as ordinary text."""
+        """Encode a text that will be continued, without the tokens that the tokenizer adds at the end of a text. A control
+        token that a mark splits is encoded as ordinary text."""
         first, *others = text.split(_MARK)
         token_ids = list(self._tokenizer.encode(first, add_special_tokens=add_special_tokens))
         if add_special_tokens:
@@ -119,14 +119,14 @@ class ControlTokens:
 
 
 control_tokens = lru_cache(maxsize=8)(ControlTokens)
-"""Return the control tokens of a tokenizer whose chat template no longer changes."""
+"""Cached `ControlTokens` of a tokenizer. Its chat template must not change afterwards."""
 
 
 @lru_cache(maxsize=8)
 def answer_end(tokenizer: Any) -> int | None:
-    """Return the token with which the chat template ends an answer. A base model's generation config does not name it.
-    Return None if it is the tokenizer's own end token, which engines know, or if the template ends answers with plain text.
-    Raises `FieldError` without a template."""
+    """Return the token with which the chat template ends an answer. Engines need it, because a base model's generation config
+    does not name this token. Return None if it is the tokenizer's end token, which engines know, or if answers end with plain
+    text. Raises `FieldError` without a template."""
     if not tokenizer.chat_template:
         fix = "this tokenizer has no chat template; use plain, or name one with model.chat_template"
         raise FieldError("task.prompt_style", "chat", fix)
@@ -170,8 +170,8 @@ class Spellings:
 
 
 def encoded_prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> tuple[str, list[int]]:
-    """Return text and tokens of a problem's prompt, with instruction and system prompt. Marks split text from the row, but not
-    text from the recipe. A chat template writes special tokens itself, so the tokenizer adds none. Raises `FieldError`."""
+    """Return text and tokens of a problem's prompt, with instruction and system prompt. Marks are inserted only into text from
+    the row. A chat template writes special tokens itself, so the tokenizer adds none. Raises `FieldError`."""
     given, is_chat = problem.messages or ({"role": "user", "content": problem.question},), config.prompt_style == "chat"
     messages = conversation(control.parted(given), config)
     try:

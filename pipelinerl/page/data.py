@@ -1,6 +1,6 @@
-"""Make the data of a run's pages as one object of bounded size. `pipelinerl.local.ending` makes it from a run's files. During a
-run, `services.trainer.reporting.page` keeps it up to date. The pages' static files load nothing from the network: live.html,
-which the trainer serves, links them, and reports inline them.
+"""Build the data that a run's pages show, as one object of bounded size. `pipelinerl.local.ending` builds it from a run's
+files. During a run, `services.trainer.reporting.page` keeps it up to date. The pages load nothing from other hosts: live.html
+links static files, which the trainer serves, and each report contains them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMPARISON_SCRIPTS = ("charts.js", "samples.js", "views.js", "comparison.js")
 MAX_RECORDS = 1500
 """Approximate maximum number of steps that are drawn. The steps of a longer run are thinned evenly."""
 NEWEST = 20
-"""Number of last steps that are all kept."""
+"""Number of newest steps that are never thinned."""
 SAMPLES_SHOWN = 8
 _MAX_TEXT = 4000
 _MAX_BRANCHES, _MAX_PARTS, _MAX_PART = 4, 32, 1500
@@ -63,7 +63,7 @@ class ThinnedSeries:
 
 
 NEWEST_OF_A_KIND = SAMPLES_SHOWN // 2
-"""Number of newest samples of each kind, held-out and trained, that are kept besides the run's first samples."""
+"""Number of newest held-out samples, and of newest trained samples, that are kept besides the run's first samples."""
 _TIMES_KEPT = 256
 
 
@@ -84,7 +84,7 @@ class RunHistory:
         self._late = {kind: deque[dict[str, Any]](maxlen=NEWEST_OF_A_KIND) for kind in (True, False)}
 
     def add(self, record: Record, samples: Iterable[Record] = ()) -> dict[str, Any]:
-        """Add a step and the samples since the previous step. Return the update for a page that has all earlier data."""
+        """Add a step and the samples since the previous step. Return the update for pages that have all earlier data."""
         shown = {key: _short(record[key]) for key in ON_PAGE if key in record}
         self._records.add(shown)
         self._times_s[record.get("step", 0)] = record.get("time_s")
@@ -107,7 +107,7 @@ class RunHistory:
         return {"record": shown, "heldout": point, "samples": fresh, **self._totals()}
 
     def add_samples(self, samples: Iterable[Record]) -> None:
-        """Add samples from a file. A sample without a step is left out, because the file may have been edited."""
+        """Add samples from a file. Samples without a step, as in an edited file, are left out."""
         for sample in samples:
             if isinstance(sample.get("step"), int):
                 self._add_sample(sample)
@@ -149,7 +149,7 @@ def shown_evaluation(one: Record, time_s: float | None) -> dict[str, Any]:
 def report_data(
     run: str, description: str, summary: Record, records: Sequence[Record], samples: Sequence[Record], recipe_text: str
 ) -> dict[str, Any]:
-    """Return the object that views.js describes and draws, with the run's summary."""
+    """Return the object that views.js describes and draws. It includes the run's summary."""
     history = RunHistory(MAX_RECORDS // 2)
     history.add_samples(samples)
     for record in records:

@@ -126,7 +126,7 @@ async def serve_grpc(
 async def serve_calls(
     settings: ServiceSettings, register: Callable[[aio.Server], None], service: str, http_port: int
 ) -> AsyncIterator[ServiceAddress]:
-    """Serve a service's calls as its settings say, announce its addresses, and yield them. Raises `ServiceError`."""
+    """Serve a service's calls at the address in its settings, announce its addresses, and yield them. Raises `ServiceError`."""
     credentials = server_credentials(settings.tls_dir)
     async with serve_grpc(register, [service], settings.grpc_host, settings.grpc_port, credentials=credentials) as port:
         yield announce(settings, port, http_port)
@@ -160,5 +160,5 @@ def explained(error: aio.AioRpcError, tls_dir: Path | None) -> str:
     elif "CERTIFICATE_VERIFY_FAILED" in details:
         hint = f" (its certificate is not valid under {tls_dir / CA})"
     elif closed_at_once:
-        hint = f" (the server may refuse {tls_dir / CERTIFICATE}, as expired or of another CA)"
+        hint = f" (the server may refuse {tls_dir / CERTIFICATE}: has it expired, or is it of another CA?)"
     return f"{error.code().name}: {details}{hint}"

@@ -4,7 +4,7 @@ On a loopback interface, a request is only answered if its Host header names thi
 points its host name at this machine could read the answers through a browser here (DNS rebinding). This is not a login: a
 program that reaches the port may send any Host header.
 
-The size of a request's head is limited. The time until it arrives is not, because uvicorn has no setting for that.
+The size of a request's headers is limited. The time until they arrive is not, because uvicorn has no setting for that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
 _MOST_HEAD_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-"""Seconds until the server closes an idle connection. Most clients close it earlier, so few requests meet a closed one."""
+"""Seconds until the server closes an idle connection. Most clients close it earlier, so few requests arrive too late."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
@@ -59,7 +59,7 @@ def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str
 
 
 def bracketed(host: str) -> str:
-    """Return a host as in a Host header: an IPv6 address in brackets."""
+    """Return a host in the form of a Host header, with an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -74,7 +74,7 @@ def is_loopback(host: str) -> bool:
 
 
 def health_app(readiness: Readiness, registry: CollectorRegistry, *, loop_watch: Callable[[], float] = lambda: 0.0) -> FastAPI:
-    """Return an app with three routes. `/healthz`: 503 if the loop of `loop_watch` has not run for `BLOCKED_AFTER_S`, else 200.
+    """Return an app with three routes. `/healthz`: 503 if `loop_watch` returns more than `BLOCKED_AFTER_S`, else 200.
     `/readyz`: 503 with the reason until the process is ready. `/metrics`: the registry in Prometheus's text format."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 

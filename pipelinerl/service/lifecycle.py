@@ -30,14 +30,14 @@ MISTAKE = "error: "
 """Beginning of the output that reports a user's mistake."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TURN_S = 0.02
-"""Seconds between two attempts to take a GPU's turn."""
+"""Seconds between two attempts to take the turn on a shared GPU."""
 MARK_EVERY_S = 0.25
-"""Seconds between two signs of life of a watched event loop."""
+"""Seconds between two time stamps of a watched event loop."""
 
 
 @dataclass
 class Readiness:
-    """Readiness of a process for its work. Any thread may read and write it, because attributes are only replaced."""
+    """Readiness of a process for its work. Any thread may read and write it, because each attribute is replaced as a whole."""
 
     reason: str = "starting"
     """Why the process itself is not ready; empty if it is."""
@@ -95,8 +95,8 @@ async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event
 
 
 class GpuTurn:
-    """The right to use a GPU that a trainer and an actor share in turns (`actor.colocate`): the lock of a file. The kernel
-    releases it when the process and the children that it forked have ended. `is_held`: whether this process has the turn."""
+    """The right to use a GPU that a trainer and an actor use in turns (`actor.colocate`). A file lock represents it. The kernel
+    releases the lock when the process and its forked children have ended. `is_held`: whether this process has the turn."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -112,7 +112,7 @@ class GpuTurn:
         return cls(settings.gpu_turn)
 
     async def take(self) -> None:
-        """Wait until the other process has released its turn or has ended."""
+        """Take the turn as soon as the other process has released it or has ended."""
         while not self.is_held:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -253,7 +253,7 @@ def signals_to(on_signal: Callable[[int], None], numbers: Iterable[int]) -> Iter
 
 @asynccontextmanager
 async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` during the block and cancel it at the end of the block, which raises an error of `work`, if any."""
+    """Run `work` during the block and cancel it at the end of the block. If `work` failed, raise its error there."""
     task = asyncio.ensure_future(work)
     try:
         yield

@@ -40,7 +40,7 @@ def printable(text: str) -> str:
 
 @dataclass
 class LogContext:
-    """The process that writes the log. It sets `policy_version` when its policy changes."""
+    """The process that writes the log. The process sets `policy_version` when its policy changes."""
 
     run: str
     service: str
@@ -66,8 +66,8 @@ AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Limit the log lines that outsiders can cause at will to one of each kind per `AGGREGATE_S`. Lines of a kind have the same
-    logger and the same format string. The next one says how many were left out."""
+    """Limit the log lines that outsiders can cause at will to one of each kind per `AGGREGATE_S`. Lines of one kind have the
+    same logger and format string. The next line of a kind says how many were left out."""
 
     def __init__(self) -> None:
         super().__init__()

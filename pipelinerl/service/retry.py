@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 LOG_EVERY_S = 60.0
 """Seconds between two log lines with the same reason for waiting."""
 MOST_REASONS = 8
-"""Maximum number of different reasons logged in that time. A reason with a port or a duration differs each time."""
+"""Maximum number of different reasons logged per `LOG_EVERY_S`. A reason with a port or a duration differs each time."""
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """Delays between tries, which double from `first_s` to `most_s`. Each is shortened at random by a share up to `jitter`."""
+    """Delays between tries, which double from `first_s` to `most_s`. Each is shortened by a random share up to `jitter`."""
 
     first_s: float = 0.1
     most_s: float = 5.0
@@ -38,7 +38,7 @@ class Backoff:
 
 
 def is_bus_outage(error: Exception) -> bool:
-    """Return whether waiting may help: NATS is away, or a stream is full."""
+    """Return whether waiting may help: NATS is unreachable, or a stream is full."""
     return isinstance(error, BusError) and not isinstance(error, PayloadTooLarge)
 
 

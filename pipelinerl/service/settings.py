@@ -1,5 +1,5 @@
 """Settings of a run's processes, from environment variables `PIPELINERL_<FIELD>`. This module also reads and writes `host:port`
-texts and the address file, in which a process reports the ports that it got."""
+texts and the address file, in which a process reports its ports."""
 
 from __future__ import annotations
 
@@ -81,18 +81,18 @@ class TrainerSettings(PolicySettings):
     run_dir: Path = Field(description="Folder of the run, for metrics.jsonl, samples.jsonl, checkpoints and so on.")
     expected_actors: int = Field(1, ge=0, description="Number of actors to wait for before the first step.")
     stop_checkpoint_s: float = Field(3600.0, gt=0)
-    """Maximum seconds in which a stopping trainer finishes its step and writes a checkpoint. Whatever stops its process must
-    wait longer, as a local run does."""
+    """Maximum seconds in which a stopping trainer finishes its step and writes a checkpoint. The process may be killed only
+    after that time."""
     linger: bool = False
     """Stay up after the run's end until a signal, because a StatefulSet restarts a process that exits."""
     on_completion: Literal["keep", "release", "exit"] = "keep"
-    """What a finished run keeps on Kubernetes. keep: all pods. release: only its report. exit: neither."""
-    release: str = Field("", description="Beginning of the names of this release's objects; empty = not started by the chart.")
+    """What a finished run keeps on Kubernetes. keep: all pods. release: only its report. exit: nothing."""
+    release: str = Field("", description="Prefix of the names of this release's objects; empty = not started by the chart.")
     page: bool = False
     """Serve the live page at http_port. Anyone who can reach it can read prompts and completions."""
     page_hosts: str = ""
     """Host names, separated by commas, by which browsers may open the live page, beside advertise_host and localhost."""
-    page_key: Path | None = Field(None, description="File with the secret first part of the live page's URL path. None = none.")
+    page_key: Path | None = Field(None, description="File with the secret first part of the live page's path. None = no key.")
     pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
     service_account_dir: Path = Field(Path("/var/run/secrets/kubernetes.io/serviceaccount"))
     """Folder with the token and the ca.crt that Kubernetes gives this pod."""
@@ -102,7 +102,7 @@ class TrainerSettings(PolicySettings):
     sequences_max_gib: float = Field(8.0, gt=0, description="Maximum size of the SEQUENCES stream, GiB.")
     weights_max_gib: float = Field(8.0, gt=0, description="Maximum size of a weight log in NATS, GiB.")
     transfer_host: str = Field("127.0.0.1", min_length=1, description="Interface of the store for joining transfer groups.")
-    transfer_port: int = Field(0, ge=0, le=65535, description="Port of that store; 0 = any free port.")
+    transfer_port: int = Field(0, ge=0, le=65535, description="Port of this store; 0 = any free port.")
 
     nodes: int = Field(1, ge=1, description="Number of the trainer's pods, each of which starts its own ranks.")
     node: int = Field(0, ge=0, description="Index of this pod among these; node 0 has rank 0.")
@@ -132,7 +132,7 @@ class VerifierSettings(ServiceSettings):
 
 
 class StreamsSettings(BaseSettings):
-    """Defaults for commands that read a run's streams. A pod of the run has these variables for its service."""
+    """Defaults for commands that read a run's streams. In a pod of the run, its service's variables supply them."""
 
     model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
 

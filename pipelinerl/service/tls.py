@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 _MOST_HANDSHAKE_TURNS = 10
-"""Maximum number of times that each side of a handshake in memory may continue. Three are needed."""
+"""Maximum number of rounds of a TLS handshake in memory. Three are enough."""
 Role = Literal["client", "server"]
 
 
@@ -98,7 +98,7 @@ class RenewedCertificates:
 
 
 def _stamps(folder: Path) -> tuple[tuple[int, int, int], ...]:
-    """Return a fingerprint of each file. It changes with every renewal, because Kubernetes makes new files of a Secret."""
+    """Return a fingerprint of each file. It changes with every renewal, because Kubernetes replaces the files of a Secret."""
     stamps = []
     for name in (CERTIFICATE, KEY, CA):
         with contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ def _shake_hands(folder: Path, role: Role) -> None:
 
 
 def server_credentials(tls_dir: Path | None) -> grpc.ServerCredentials | None:
-    """Return a gRPC server's credentials, which also ask callers for a certificate; None for plain text. New connections use
+    """Return a gRPC server's credentials, which require a certificate of each caller; None for plain text. New connections use
     renewed files. Raises `FieldError` as `read_certificates` does."""
     if tls_dir is None:
         return None

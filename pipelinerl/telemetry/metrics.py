@@ -82,7 +82,7 @@ class Reading(Collector):
 
 
 Labels = Mapping[str, Sequence[str] | str]
-"""Values of each label, or their description if they are not known beforehand."""
+"""Possible values of each label, or a description of them if they are not known in advance."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Family:
     unit: str
     labels: Labels
     buckets: Sequence[float] = ()
-    """Inclusive upper edges of a histogram's buckets. That of the last bucket, infinity, is left out."""
+    """Inclusive upper edges of a histogram's buckets, without the last one, infinity."""
 
 
 class RunRegistry(CollectorRegistry):
@@ -132,7 +132,7 @@ _Collector = TypeVar("_Collector", bound=Collector)
 
 
 class MetricSet:
-    """Makes metrics whose names begin with `prefix` on `registry`. `unit` is needed if the name does not end with it."""
+    """Makes metrics whose names begin with `prefix` on `registry`. `unit` is needed if the name ends with no key of `UNITS`."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         self._prefix, self._registry = prefix, registry

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 END_WITHIN_S = 1.0
-"""Seconds for sending the remaining spans when the process ends."""
+"""Maximum seconds for sending the remaining spans when the process ends."""
 
 
 def _lower(value: object) -> object:
@@ -70,7 +70,7 @@ Protocol = Annotated[Literal["", "http/protobuf", "grpc"], BeforeValidator(_lowe
 
 
 class TracingSettings(BaseSettings):
-    """OpenTelemetry's variables that choose the exporter. They are not validated if they switch traces off."""
+    """OpenTelemetry's variables that choose the exporter. If they switch traces off, none of them is validated."""
 
     model_config = SettingsConfigDict(env_prefix="OTEL_", frozen=True, extra="ignore", env_ignore_empty=True)
 
@@ -105,7 +105,7 @@ class TracingSettings(BaseSettings):
 
 @contextmanager
 def tracing(context: LogContext) -> Iterator[None]:
-    """Send the spans that are made inside, if OTEL_* variables ask for it. Raises `UserError` for an unusable variable."""
+    """Send the spans that are made in the block if OTEL_* variables ask for it. Raises `UserError` for an unusable variable."""
     settings = read_settings(TracingSettings)
     if settings.traces_exporter == "none":
         yield
@@ -178,7 +178,7 @@ _TRACER: ContextVar[Tracer] = ContextVar("pipelinerl_tracer", default=_OFF)
 
 @contextmanager
 def use_tracer(tracer: Tracer) -> Iterator[None]:
-    """Use a tracer for all spans that begin inside the block, also in tasks that start there."""
+    """Use a tracer for all spans that begin in the block, and in tasks that start there."""
     token = _TRACER.set(tracer)
     try:
         yield

@@ -65,14 +65,14 @@ INTERRUPT_S = 1.5
 """Maximum seconds for the engine to return unfinished sequences. It needs milliseconds, except during a commit of weights."""
 DRAIN_S = 2.5
 HAND_OVER_S = 3.0
-"""Maximum seconds to publish unfinished groups on PROMPTS. If nothing answers, the whole stop takes about 9 s."""
+"""Maximum seconds to publish unfinished groups on PROMPTS. If NATS does not answer, the whole stop takes about 9 s."""
 
 
 async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine) -> None:
     """Run the actor until `stop` is set. If an error ends it earlier, raise that error."""
     recipe, registry, readiness = load_recipe(settings.recipe), RunRegistry(settings.run), Readiness("vLLM is starting")
     if not settings.reachable and (backend := recipe.weights.backend) != "log":
-        fix = "connects trainer and actors; use log here, or set PIPELINERL_REACHABLE=true"
+        fix = "needs connections to this actor; use log here, or set PIPELINERL_REACHABLE=true"
         raise FieldError("weights.backend", backend, fix)
     metrics = ActorMetrics(registry)
     async with AsyncExitStack() as stack:
@@ -262,7 +262,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         )
 
     async def _answer(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> actor_pb2.GenerateResult:
-        """Sample a held-out answer and have it scored. Both may wait; the caller's deadline ends them."""
+        """Sample a held-out answer and have it scored. Both steps may wait, until the caller's deadline."""
         async with self._heldout_samples:
             try:
                 sequence, failure = await self._heldout.sample(group, start, trace), UNFINISHED

@@ -52,7 +52,7 @@ class InferenceEngine(Protocol):
     def vocab_size(self) -> int: ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine refuses it or died."""
+        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine refuses it or is dead."""
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
         """Make the `generate` calls of these requests return at once, with their tokens so far. Ignores unknown ids."""
@@ -83,8 +83,8 @@ def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
 
 
 def seed_of(group: PromptGroup, sample_index: int, num_tokens: int = 0, number: int = 0) -> int | None:
-    """Return a request's seed, or None if the group has none. Equal seeds draw equal random numbers. Therefore the seed also
-    depends on the sample's `num_tokens` so far, and on the request's `number` within an episode."""
+    """Return a request's seed, or None if the group has none. The seed also depends on the sample's `num_tokens` so far and on
+    the request's `number` within an episode, because equal seeds draw equal random numbers."""
     return (group.seed + sample_index + (num_tokens + (number << 32)) * _SEED_STEP) % (1 << 63) if group.seed else None
 
 
@@ -117,14 +117,14 @@ def stop_in(text: str, stop: abc.Iterable[str]) -> tuple[int, int] | None:
 
 
 def before_stop(text: str, stop: abc.Iterable[str]) -> str:
-    """Return a completion's text up to the stop string that ended it."""
+    """Return a completion's text before the stop string that ended the completion."""
     found = stop_in(text, stop)
     return text if found is None else text[: found[0]]
 
 
 def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
-    """Cut `made` after a stop string that begins in its first `carried` tokens. An earlier request sampled them, so the engine
-    did not find it. The distribution is unchanged, because a single request would have stopped there, too."""
+    """Cut `made` after a stop string that begins in its first `carried` tokens. The engine searches only the tokens of its last
+    request. The distribution is unchanged, because a single request would have stopped there, too."""
     tokens = made.completion_token_ids
     if not stop or not carried:
         return made
@@ -145,7 +145,7 @@ def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Calla
 
 
 def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: str = "", failure: str = "") -> Sequence:
-    """Return a sample as a sequence without reward. If it cannot be trained on, the sequence has a failure and no tokens."""
+    """Return a sample as a sequence without reward. An untrainable sample gets a failure and no tokens."""
     failure = failure or (defect_of(sample) if sample.finish_reason else UNFINISHED)
     sequence = Sequence(
         **{**vars(sample), "finish_reason": sample.finish_reason or FinishReason.STOP, "branches": ()},

@@ -80,7 +80,7 @@ class Finisher:
                     self.buffer.task_done()
 
     async def rewarded(self, batch: list[FinishedSample]) -> list[FinishedSample]:
-        """Return the samples with a reward or failure each, in any order. One that the verifier refuses affects no other."""
+        """Return the samples in any order, each with a reward or a failure. A refused sample does not affect the others."""
         done = [sample for sample in batch if sample.group.episodic or sample.sequence.failure]
         good = [sample for sample in batch if sample not in done]
         try:
@@ -94,7 +94,7 @@ class Finisher:
             return [*done, replace(good[0], sequence=without_arrays(good[0].sequence, failure))]
 
     async def _verified(self, samples: list[FinishedSample]) -> list[FinishedSample]:
-        """Return the samples with the verifier's rewards. Raises `ServiceError`, `MessageError`."""
+        """Return the samples with the verifier's rewards. Raises `ServiceError` or `MessageError`."""
         if not samples:
             return []
         started = time.monotonic()

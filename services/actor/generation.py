@@ -41,8 +41,8 @@ ABORT_AGAIN_S = 0.01
 
 @dataclass(eq=False)
 class Sampler:
-    """Samples completions and episodes of prompt groups, and decodes at most `places` of them at once. An actor has two
-    samplers: one for training, which counts in `metrics` and can be interrupted, and one for held-out evaluation."""
+    """Samples completions and episodes of prompt groups. At most `places` completions or turns are decoded at once. An actor
+    has two samplers: one for training, which counts in `metrics` and can be interrupted, and one for held-out evaluation."""
 
     engine: InferenceEngine
     gate: ServingGate
@@ -56,7 +56,7 @@ class Sampler:
     metrics: ActorMetrics | None = None
     """None = nothing is counted."""
     keep: Callable[[PromptGroup, PartialSequence], None] = lambda group, partial: None
-    """Callback that gets all usable tokens of a sample that finishes or is interrupted."""
+    """Callback that receives all usable tokens of a sample when it finishes or is interrupted."""
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     """Setting it ends the episodes in progress."""
     interrupted: bool = field(default=False, init=False)
@@ -72,7 +72,7 @@ class Sampler:
         return await (self._play(group, start, trace) if group.episodic else self._complete(group, start))
 
     async def interrupt(self, timeout_s: float) -> None:
-        """End sampling for good and keep the unfinished sequences. After `timeout_s` without an answer, they are lost."""
+        """Stop sampling for good. Keep the unfinished sequences that the engine returns within `timeout_s`; others are lost."""
         self.interrupted = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -181,8 +181,8 @@ class GenerationLoop:
 
     Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits until a commit has opened the serving
     gate, a slot is free, and the trainer's feeder has issued a group. A sample holds a slot from its start until it enters the
-    finisher's bounded buffer. If the gate closes before all samples of a group have started, the rest goes back to PROMPTS.
-    There are H slots, and more with episodes, because an episode that waits for its environment holds a slot but no place.
+    finisher's bounded buffer. If the gate closes before all samples of a group have started, the others go back to PROMPTS.
+    There are H slots, or more with episodes, because an episode that waits for its environment holds a slot but no place.
     """
 
     bus: Bus
@@ -271,8 +271,8 @@ class GenerationLoop:
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
         """Store a message as a dead letter for people (`pipelinerl dead-letters`), end its samples as failed sequences, and
-        then acknowledge the message. A message that is too large is left out of its letter. If the letter cannot be stored,
-        nothing is given up, and NATS delivers the message again. `group` is None if the message does not identify it."""
+        then acknowledge the message. The letter of a message that is too large does not contain the message. If the letter
+        cannot be stored, NATS delivers the message again. `group` is None if the message does not identify its group."""
         letter = sequences.DeadLetter(
             run=self.bus.run,
             msg_id=delivery.msg_id,
@@ -286,7 +286,7 @@ class GenerationLoop:
             try:
                 await self.bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
             except PayloadTooLarge:
-                letter.reason += f" (its {len(letter.prompt_group)} bytes are too many to be stored)"
+                letter.reason += f" (the group's {len(letter.prompt_group)} bytes are too many to be stored)"
                 letter.ClearField("prompt_group")
                 await self.bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
         except BusError as error:  # the message will be delivered again

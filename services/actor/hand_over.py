@@ -43,12 +43,12 @@ class HeldMessage:
 
 @dataclass(eq=False)
 class HeldGroup:
-    """One group and its unfinished samples. It may have arrived in several messages."""
+    """One group, which may have arrived in several messages, and its unfinished samples."""
 
     group: PromptGroup
     messages: dict[int, HeldMessage] = field(default_factory=dict)
     partials: dict[int, PartialSequence] = field(default_factory=dict)
-    """The longest known tokens of each sample that is not stored yet, generated here or received in a message."""
+    """For each sample that is not stored yet, the longest part that was generated here or received in a message."""
 
     @property
     def missing(self) -> set[int]:
@@ -59,8 +59,8 @@ class HeldGroups(dict[str, HeldGroup]):
     """Groups by id. The ack deadline of each message is extended until all its samples are stored; then the message is
     acknowledged. The number of groups is bounded, because each has a sample in progress or in the finisher's buffer.
 
-    A group arrives in several messages if it was handed over in parts. This also happens if an actor handed it over and died
-    before it acknowledged its own message. Each sample is still generated once."""
+    A group arrives in several messages if it was handed over in parts. This also happens if an actor dies between handing over
+    the group and acknowledging its own message. Each sample is still generated once."""
 
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
         return group.group_id in self and delivery.position in self[group.group_id].messages
@@ -122,8 +122,8 @@ ANSWER_WITHIN_S = 1.0
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
     """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens. Old messages are
-    acknowledged only afterwards, so that no group is lost. Waits little more than `timeout_s` for the stream. If a group cannot
-    be stored in time, its old messages are delivered again, and the loss of its tokens is logged."""
+    acknowledged only afterwards, so that no group is lost. Waits only slightly longer than `timeout_s`. If a group cannot be
+    stored in time, its old messages are delivered again, and the loss of its tokens is logged."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> None:
@@ -151,7 +151,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
 
 
 async def publish_samples(bus: Bus, held: HeldGroup, samples: Sequence[int], instance: str) -> None:
-    """Publish messages that ask another actor for `samples` of a group. Raises `PayloadTooLarge`, `MessageError`."""
+    """Publish messages that ask another actor for `samples` of a group. Raises `PayloadTooLarge` or `MessageError`."""
     group_id, partials = held.group.group_id, [held.partials[index] for index in sorted(held.partials)]
     room = bus.max_payload_bytes - HEADER_ROOM_BYTES
     payloads, left_out = messages_of(held.group, samples, partials, room)
@@ -172,7 +172,7 @@ async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
                 done = acknowledge or not message.missing
                 await (message.delivery.ack() if done else message.delivery.give_back())
     except (BusError, TimeoutError) as error:
-        log.warning("cannot answer for group %s; NATS will deliver it again: %s", held.group.group_id, error or "timed out")
+        log.warning("cannot ack or return group %s; NATS delivers it again: %s", held.group.group_id, error or "timed out")
 
 
 def messages_of(

@@ -35,7 +35,7 @@ class BusyClock:
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
-        """Number of running blocks, start of the current busy time, and seconds of earlier ones. A new tuple at each change."""
+        """Number of running blocks, start of the current busy time, and seconds of earlier ones. Replaced as a whole."""
 
     def __enter__(self) -> None:
         running, since, total_s = self._state
@@ -99,9 +99,9 @@ class ActorMetrics:
         self.failed = metrics.counter("sequences_failed_total", text, {"reason": "see docs/errors.md"}, unit="sequences")
         text = "Sequences that this actor handed over when it stopped: unfinished ones, and finished ones not stored yet."
         self.handed_over = metrics.counter("sequences_handed_over_total", text, {"state": CARRIED_STATES}, unit="sequences")
-        text = "Sequences that this actor took over from one that stopped: unfinished ones, and finished ones not stored yet."
+        text = "Sequences that this actor took over from a stopped actor: unfinished ones, and finished ones not stored yet."
         self.continued = metrics.counter("sequences_continued_total", text, {"state": CARRIED_STATES}, unit="sequences")
-        text = "Tokens of sequences taken over that did not have to be generated again."
+        text = "Tokens that other actors had already generated in sequences taken over."
         self.carried_tokens = metrics.counter("carried_tokens_total", text)
         self.completion_tokens = metrics.histogram("completion_tokens", "Length of completions, tokens.", COMPLETION_TOKENS)
         text = "Duration of a verifier call for one batch, measured by the actor."

@@ -58,7 +58,7 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
             token_ids = _token_ids(problem, share.task, tokenizer, model)
             if size and (largest := max(token_ids, default=0)) >= size:
                 token = tokenizer.convert_ids_to_tokens(largest)
-                fix = f"its {size:,} tokens (vocab_size) lack {token} ({largest}), which prompts have; use its own tokenizer"
+                fix = f"prompts contain {token} (id {largest}), but vocab_size is {size:,}; use the model's own tokenizer"
                 raise FieldError("model.name", model.name, fix)
         except FieldError as wrong:
             field = wrong.field if wrong.field.startswith("model.") else f"{place}{wrong.field}"
@@ -85,8 +85,8 @@ def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
 
 
 def template_doubts(problem: Problem, task: TaskConfig, tokenizer: Any) -> Iterator[str]:
-    """Yield how the chat template spoils a prompt: a message is missing, the prompt ends an answer instead of beginning it, or
-    markers are no tokens of this tokenizer."""
+    """Yield each fault of a prompt that the chat template wrote: it lacks a message, ends with the end of an answer, or
+    contains markers that are no tokens of this tokenizer."""
     messages = conversation(problem.messages or [{"role": "user", "content": problem.question}], task)
     text, known = written(tokenizer, messages), tokenizer.get_vocab()
     for message in messages:
@@ -96,7 +96,7 @@ def template_doubts(problem: Problem, task: TaskConfig, tokenizer: Any) -> Itera
     with contextlib.suppress(TemplateError):  # of a template that refuses such a conversation
         end = after_answer(tokenizer).strip()
     if end and text.rstrip().endswith(end):
-        yield f"ends prompts with {end!r}, the end of an answer; begin an answer if add_generation_prompt"
+        yield f"ends prompts with {end!r}, the end of an answer; begin an answer if add_generation_prompt is true"
     others = [one for one in re.findall(r"<[|｜][^<>\s]+[|｜]>", text) if one not in known]
     if others and not any(others[0] in message["content"] for message in messages):
         yield f"writes {others[0]}, which is no token of this model; use the template of the model"

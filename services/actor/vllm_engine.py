@@ -76,7 +76,7 @@ async def build_off_loop(build: Callable[[], _Built], stop: asyncio.Event) -> _B
 
 
 WARM_UP_TOKENS = 2
-"""Tokens of each warm-up sequence. The step that reads the prompt samples the first, and a decode step the second."""
+"""Tokens of each warm-up sequence. The prefill step samples the first token, and a decode step the second."""
 
 
 def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[str, Any]:
@@ -187,7 +187,7 @@ async def start_engine(
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:
-    """Start vLLM with its engine process. Blocks; runs on any thread. Raises `EngineError`, `FieldError`."""
+    """Start vLLM with its engine process. Blocks; runs on any thread. Raises `EngineError` or `FieldError`."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.actor.engine.kv_cache_gib))))
     # FlashInfer's sampler is only for top-p and top-k, which recipes do not have, and it compiles with nvcc at its first use.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -238,7 +238,7 @@ def prepare_forks() -> None:
 
 
 def use_known_model_infos(image: Path, cache: Path) -> None:
-    """Copy the image's facts about model classes to a new cache of vLLM. Without them, vLLM inspects a class for 9 s."""
+    """Copy the image's facts about model classes to vLLM's cache if it has none. They save vLLM 9 s of inspecting a class."""
     known, target = image / "modelinfos", cache / "modelinfos"
     if not known.is_dir() or target.exists():
         return
@@ -288,7 +288,7 @@ class VllmEngine:
 
     async def warm_up(self, recipe: Recipe) -> None:
         """Generate two tokens for each of H prompts, and score a prompt, because vLLM compiles functions at their first use,
-        which took 2.5 s. The prefix cache stays empty. Raises `EngineError` if the engine fails or its results are unusable."""
+        for about 2.5 s. The prefix cache stays empty. Raises `EngineError` if the engine fails or its results are unusable."""
         sampling = vllm_sampling(SamplingParams(recipe.sampling.temperature, WARM_UP_TOKENS), None)
         prompt = np.zeros(1, np.int32)
         requests = [f"warm-up-{number}" for number in range(recipe.actor.sequences_in_progress)]
@@ -399,7 +399,7 @@ def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingPar
 
 
 def completion_of(output: CompletionOutput) -> Completion:
-    """Convert vLLM's output. Raises `EngineError` if its arrays do not match."""
+    """Convert vLLM's output. Raises `EngineError` if its arrays differ in length or the sequence ended abnormally."""
     token_ids = np.asarray(output.token_ids, dtype=np.int32)
     flat: Any = output.logprobs  # vLLM lists the sampled token first at every position
     sampled = [flat.logprobs[start] for start in flat.start_indices] if flat is not None else []

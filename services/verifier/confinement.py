@@ -1,8 +1,8 @@
 """Limit processes that run users' code, and end them with all processes that they started. Linux only.
 
 Users' code is trusted not to attack the machine, but may run too long or take too much memory. Therefore its address space and
-CPU time are limited. Code in a sandbox may be controlled by a model. Therefore a process outside the sandbox limits how many
-processes and threads it starts (`keep_in_bounds`).
+CPU time are limited. Code in a sandbox may be controlled by a model. Therefore a process outside the sandbox also limits the
+number of its processes and threads (`keep_in_bounds`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def attach_to_parent() -> None:
-    """Have the kernel kill this process with the thread that started it, and let this process adopt orphaned descendants."""
+    """Have the kernel kill this process when its parent thread ends, and let this process adopt orphaned descendants."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -47,7 +47,7 @@ def prctl(option: int, value: int) -> None:
 
 def go_below_another() -> None:
     """Fork, and return only in the child, which gets its own process group. The parent watches it. A later `confine` adds a
-    second watching process, so if one of the two is killed, the other ends the rest."""
+    second watching process. If either is killed, the other ends all remaining processes."""
     if child := os.fork():
         keep_in_bounds(child)
     os.setpgid(0, 0)  # because the verifier kills the group of a dead worker
@@ -55,9 +55,9 @@ def go_below_another() -> None:
 
 
 def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
-    """Watch `child` until it or this process's parent ends; then kill the remaining descendants and end as the child did.
-    Meanwhile, answer requests of the child's seccomp filter for more processes or threads. `ends`: a socket pair whose first
-    end receives the filter's listener; without it, the child has no such filter. Call `attach_to_parent` first."""
+    """Watch `child` until it or this process's parent ends; then kill the remaining descendants and end with the child's exit
+    status. Meanwhile, answer requests of the child's seccomp filter for more processes or threads. `ends`: a socket pair whose
+    first end receives the filter's listener; without it, the child has no such filter. Call `attach_to_parent` first."""
     code = 1
     try:
         _ignore_signals()
@@ -200,7 +200,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def lower_limit(kind: int, most: int, *, for_good: bool = False) -> None:
-    """Set the soft limit to `most` or the hard limit, whichever is lower. With `for_good`, set the hard limit, too."""
+    """Set the soft limit to `most` or the hard limit, whichever is lower. With `for_good`, also lower the hard limit."""
     hard = resource.getrlimit(kind)[1]
     soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (soft, soft if for_good else hard))

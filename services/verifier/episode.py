@@ -119,7 +119,7 @@ Play = Callable[[EpisodeRequest, Policy], VerifyResult | VerifyItem]
 
 
 def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: float) -> VerifyResult | VerifyItem:
-    """Call `play`, and convert its exceptions to a status. `max_abs`: see `RewardConfig`."""
+    """Call `play`, and convert its exceptions to a status. `max_abs`: largest valid absolute value."""
     started_s = time.perf_counter()
     try:
         result = play(request, policy)
@@ -195,7 +195,7 @@ def _messages(given: Any, method: str) -> Messages:
 
 
 class ToolUse:
-    """An environment for problems from a file. The policy may call the task's functions, also async ones, until it answers."""
+    """An environment for problems from a file. The policy may call the task's functions, plain or async, until it answers."""
 
     def __init__(self, tools: Mapping[str, Tool], task: TaskConfig) -> None:
         self._tools, self._task = tools, task
@@ -242,7 +242,7 @@ class ToolUse:
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
     """Run an agent's program and return its standard output. The program gets the problem's row on standard input and, if the
     row is short, in PIPELINERL_ROW. `search_path` is its PYTHONPATH. Raises `EpisodeFailed` if the program prints too much, or
-    if it fails. In the second case, the message quotes the last line of its standard error."""
+    if it fails. After a failure, the error quotes the last line of the program's standard error."""
     row = json.dumps(row_of(request))
     own = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": "unused", "PYTHONPATH": search_path}
     if len(row) <= _ROW_IN_ENVIRONMENT_BYTES:

@@ -39,7 +39,7 @@ NO_TEMPLATE = "no episode can be started: the process that forks them is not up"
 
 
 class EpisodeLost(PipelineRLError):
-    """The process that forks episodes died, or could not fork this one. Another call may succeed."""
+    """The process that forks episodes died, or could not fork this episode. Another call may succeed."""
 
 
 @asynccontextmanager
@@ -59,7 +59,7 @@ async def run_episode_pool(
 
 @dataclass(eq=False)
 class Template:
-    """The process that forks episodes, and the socket to it. `ended`: futures of the exit codes of episodes; None = lost."""
+    """The process that forks episodes, and the socket to it. `ended`: by episode, a future of its exit code; None = lost."""
 
     process: pool.WorkerProcess
     orders: socket.socket
@@ -136,7 +136,7 @@ class EpisodePool:
 
     async def run(self, request: EpisodeRequest) -> VerifyResult | VerifyItem:
         """Run an episode, and return its result or the item to judge once all its processes have ended. Cancelling the call
-        kills them. Raises `QueueFull` if too many episodes run, and `EpisodeLost` if another call may succeed."""
+        kills these processes. Raises `QueueFull` if too many episodes run, and `EpisodeLost` if another call may succeed."""
         template = self._template
         if template is None:
             raise EpisodeLost("the process that forks episodes is being started")
@@ -178,7 +178,7 @@ class EpisodePool:
     async def _result(
         self, request: EpisodeRequest, reader: asyncio.StreamReader, ended: asyncio.Future[int | None]
     ) -> VerifyResult | VerifyItem:
-        """Wait for the episode's result. Raises `TimeoutError`, `WorkerGone`, `EpisodeLost`."""
+        """Wait for the episode's result. Raises `TimeoutError`, `WorkerGone` or `EpisodeLost`."""
         task, judge = self._tasks[request.task].task, self._tasks[request.task].reward.judge
         works = task.source in ("environment", "tools")  # other sources do not say when they work
         began_s = time.monotonic()

@@ -108,7 +108,7 @@ class Template:
                     return
 
     def _take_order(self, ready: selectors.BaseSelector) -> bool:
-        """Perform one order. Return False after the last one."""
+        """Perform one order. Return False if the verifier has closed the socket."""
         order, descriptors, _, _ = socket.recv_fds(self.orders, ORDER.size, 1)
         if not order:
             return False

@@ -1,7 +1,7 @@
 """Ask another model to judge a completion, through an OpenAI-compatible endpoint.
 
-The verifier's main process makes the call, because waiting must not occupy a worker. The answer is untrusted, so a worker
-scores it, as `judgement` of the item. An item without an answer fails. Answers are cached by the text of the question.
+The verifier's main process makes the call, because waiting must not occupy a worker. The answer is untrusted, so it becomes the
+item's `judgement`, which a worker scores. An item without an answer fails. Answers are cached by the text of the question.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Judge:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def answer(self, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
-        """Return a result with the judge's text as `answer`, or a failure. The judge is not called for a cut completion that
-        earns nothing. If the caller is cancelled, the call continues, and the item gets its answer when it is sent again."""
+        """Return a result with the judge's text as `answer`, or a failure. A truncated completion that earns nothing is not
+        judged. If the caller is cancelled, the request to the judge continues, and a repeated item gets its answer."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
             return verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK)
         text = filled(self._config.template, item)
@@ -147,7 +147,7 @@ def api_key(config: JudgeConfig) -> str:
         problem = "is not set, or is empty, in the verifier's environment; set it where the verifier starts"
         raise FieldError("reward.judge.api_key_env", config.api_key_env, problem)
     if not (key.isascii() and key.isprintable()):  # http.client would raise an error that contains the key
-        problem = "the variable holds a line break or another character that an HTTP header cannot have"
+        problem = "the variable holds a line break or another character that an HTTP header cannot have; remove it"
         raise FieldError("reward.judge.api_key_env", config.api_key_env, problem)
     return key
 
@@ -156,7 +156,7 @@ _PLACE = re.compile(r"\{(prompt|completion|reference)\}")
 
 
 def filled(template: str, item: verifier_pb2.VerifyItem) -> str:
-    """Return `template` with {prompt}, {completion} and {reference} replaced. All other braces stay, also in inserted texts."""
+    """Return `template` with {prompt}, {completion} and {reference} replaced. Other braces, also inserted ones, stay."""
     try:
         reference = json.loads(item.reference_json)
     except (ValueError, RecursionError):
@@ -171,7 +171,7 @@ def filled(template: str, item: verifier_pb2.VerifyItem) -> str:
 
 
 def post(config: JudgeConfig, key: str, text: str, timeout_s: float) -> str:
-    """Make one blocking call and return the judge's text. Raises `JudgeUnavailable` and `JudgeRefused`."""
+    """Make one blocking call and return the judge's text. Raises `JudgeUnavailable` or `JudgeRefused`."""
     asked = {"model": config.model, "messages": [{"role": "user", "content": text}], "temperature": 0}
     url = f"{config.url.rstrip('/')}/chat/completions"
     request = urllib.request.Request(url, data=json.dumps(asked).encode(), method="POST")

@@ -5,7 +5,7 @@ its item is tried once more, because an outside signal or an earlier item may be
 fails.
 
 Workers communicate through pipes, with frames of `multiprocessing.connection`: a length, then bytes, which are never unpickled.
-The worker first gets the recipe as JSON, and answers with an empty text, or with the user's mistake. After that it gets
+The worker first gets the recipe as JSON. It answers with an empty text, or with the user's mistake. After that, it gets
 `VerifyItem`s and answers each with a `VerifyResult`.
 """
 
@@ -48,7 +48,7 @@ START_TIMEOUT_S = 120.0
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PIPELINERL_PRIVATE_DIR")
 _LOGGED_BYTES = 4096
 _PRINTED_BYTES, _PRINTED_BYTES_PER_S = 64 * 1024, 4096
-"""Limits of the output of one worker that is logged: a burst, and a rate."""
+"""Limits of one worker's logged output: size of a burst, and rate."""
 FRAME_LENGTH = struct.Struct("!I")
 """Length before each frame. It is unsigned, because a reward that writes to the pipe could otherwise send a negative one."""
 LONGEST_RESULT_BYTES = MAX_MESSAGE_BYTES // 4096
@@ -217,7 +217,7 @@ class RewardPool:
 
 
 class WorkerGone(Exception):
-    """The worker's process ended, or it broke the protocol."""
+    """The worker ended or broke the protocol."""
 
     def __init__(self, how: str, loss: Loss = "death") -> None:
         self.loss = loss
@@ -225,8 +225,8 @@ class WorkerGone(Exception):
 
 
 async def read_frame(reader: asyncio.StreamReader, within_s: float, most_bytes: int) -> bytes:
-    """Return the next frame. Raises `TimeoutError`, `WorkerGone` if the frame is too long, and `IncompleteReadError` or
-    `ConnectionError` if the stream ends too early. A frame that arrived in time is accepted even if the event loop was busy."""
+    """Return the next frame. Raises `TimeoutError`, `WorkerGone` for a frame above `most_bytes`, and `IncompleteReadError` or
+    `ConnectionError` if the stream ends early. A frame that arrived in time is accepted even if the event loop was busy."""
 
     async def read() -> bytes:
         (length,) = FRAME_LENGTH.unpack(await reader.readexactly(FRAME_LENGTH.size))
@@ -272,7 +272,7 @@ class WorkerProcess:
         return result
 
     async def read(self, within_s: float) -> bytes:
-        """Return the next frame. Raises `TimeoutError`, `WorkerGone`."""
+        """Return the next frame. Raises `TimeoutError` or `WorkerGone`."""
         try:
             return await read_frame(self._stdout, within_s, LONGEST_RESULT_BYTES)
         except (asyncio.IncompleteReadError, ConnectionError):

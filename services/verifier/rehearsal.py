@@ -1,12 +1,12 @@
 """`python -m services.verifier.rehearsal`: try a recipe's rewards on given completions, before a run loads any model.
 
 Standard input is one JSON object with `recipe`, `items` and `forms`. An item has the fields of a `VerifyItem`. Its forms are
-pairs of a completion and the answer that the reward must find in it ("" = any answer). A worker process scores the forms in
-order, and stops at the first form whose scoring fails or whose answer the reward finds.
+pairs of a completion and the answer that the reward must find in it ("" = any answer). A worker process scores an item's
+completions in order. It stops when scoring fails, or when the reward finds the required answer.
 
-The output is lines of JSON. Each item gives `calling` with its number, then the result of the form at which scoring stopped, if
-it did. Its reward is that of the answer, without the terms for format and length. If an item times out or ends its worker, the
-task's other items are skipped. If no worker starts, the output is `{"problem": "..."}`.
+The output is lines of JSON. Each item gives a line with `calling`, its number, and, if scoring stopped at a form, a line with
+that form's result. The result's reward is that of the answer, without the terms for format and length. If an item times out or
+ends its worker, the task's other items are skipped. If no worker starts, the output is `{"problem": "..."}`.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ other processes. It limits wall-clock time, CPU time, memory and output. There a
     landlock     kernel rules on files, from Linux 6.2 on; the folder is read-only, because nothing would bound its size
     none         limits only; for programs that the caller trusts
 
-With the first two, seccomp admits only listed system calls, which cannot open a network socket, start a process or change
-another one. `confine` puts the calling process under Landlock and seccomp for good, but lets it start a few processes. This
-module does not protect against kernel bugs.
+With the first two, seccomp admits only listed system calls, which cannot open a network socket, or start or change another
+process. `confine` puts the calling process under Landlock and seccomp for good, but lets it start a few processes. This module
+does not protect against kernel bugs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of a program. A negative `exit_code` is the number of the signal that ended it."""
+    """The result of a program. A signal gives a negative `exit_code`, such as -9 for SIGKILL."""
 
     exit_code: int
     stdout: bytes
@@ -222,7 +222,7 @@ def landlock_version() -> int:
 
 
 def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) -> None:
-    """Use Landlock to allow only reading and executing below `readable`, two devices, and connecting to one TCP port."""
+    """Use Landlock to allow only reading and executing below `readable`, using two devices, and connecting to one TCP port."""
     version = landlock_version()
     rights = _RIGHTS_BY_VERSION[min(version, 5)]
     rules = struct.pack("QQQ", rights, 3 if version >= 4 else 0, _SCOPES if version >= 6 else 0)
@@ -257,7 +257,7 @@ def _private_dirs(path: str) -> list[str]:
 
 def _beside_private(path: str) -> Iterator[tuple[str, int]]:
     """Yield rules that make everything below `path` readable except private folders. Landlock's rules cannot exclude a folder,
-    so a folder above a private one gets a rule per entry. Files created in it later cannot be read."""
+    so a folder above a private one gets a rule per entry. New entries of such a folder cannot be read."""
     private = _private_dirs(path)
     if not private:
         yield path, _EXECUTE | _READ_FILE | _READ_DIR
@@ -318,7 +318,7 @@ Command = tuple[Sequence[str], Mapping[str, bytes]]
 
 def run_pair(served: Command, asking: Command, limits: Limits, means: Means) -> tuple[Ended, Ended]:
     """Run two programs as `run` does, in separate sandboxes, until the second ends. A socket connects standard input and output
-    of the first program with standard input of the second, which can also write to it."""
+    of the first program with standard input of the second. The second can also write to this socket."""
     with ExitStack() as stack:
         ends = socket.socketpair()
         printed = stack.enter_context(_in_memory())
@@ -381,7 +381,7 @@ def _start(
 
 
 def _ended(running: Sequence[_Running], limits: Limits) -> list[Ended]:
-    """Wait until the last program ends or its time is over. Then kill the rest and return all results."""
+    """Wait until the last program ends or its time is over. Then kill the others and return all results."""
     last = running[-1]
     try:
         timed_out = not _ends_within(running, limits.timeout_s)

@@ -68,7 +68,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self._metrics, self._pool, self._episodes = metrics, pool, episodes
 
     async def Verify(self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResponse:
-        """Score items. The status is RESOURCE_EXHAUSTED if the queue is full, INVALID_ARGUMENT if it can never hold them."""
+        """Score items. The status is RESOURCE_EXHAUSTED if the queue is full, INVALID_ARGUMENT if it is too small."""
         spans = {item.sequence_id: _server_span(item, "sequence.verify", "Verify") for item in request.items}
         with self._metrics.call_seconds.time(), ExitStack() as stack:
             for span in spans.values():
@@ -80,7 +80,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return verifier_pb2.VerifyResponse(results=results)
 
     async def RunEpisode(self, request: verifier_pb2.EpisodeRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResult:
-        """Run an episode. The status is RESOURCE_EXHAUSTED if too many episodes run, UNAVAILABLE if this one was lost."""
+        """Run an episode. The status is RESOURCE_EXHAUSTED if too many episodes run, UNAVAILABLE if this episode was lost."""
         with _server_span(request, "episode.run", "RunEpisode") as span:
             async with self._answering(context, span):
                 if self._episodes is None or not self._tasks.get(request.task):

@@ -26,7 +26,7 @@ from services.verifier.rewards.item import BadReference, BadReward, RewardInput
 from services.verifier.sandbox import NoSandbox, confine
 
 RETIRED = 75
-"""Exit code of a worker that wants to be replaced."""
+"""Exit code of a worker that must be replaced."""
 MESSAGE_CHARACTERS = 500
 _MISTAKE_CHARACTERS = 8000
 _FINISH_REASONS = {sequence_pb2.FINISH_REASON_STOP: "stop", sequence_pb2.FINISH_REASON_LENGTH: "length"}
@@ -83,7 +83,7 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
 def failed(
     status: verifier_pb2.VerifyStatus, message: str, sequence_id: str = "", seconds: float = 0.0
 ) -> verifier_pb2.VerifyResult:
-    """Return a failed result. `message` may quote users' code and the policy."""
+    """Return a failed result. `message` may quote users' code and the policy's output."""
     message = as_unicode(message)[:MESSAGE_CHARACTERS]
     return verifier_pb2.VerifyResult(sequence_id=sequence_id, status=status, message=message, seconds=seconds)
 
@@ -136,7 +136,7 @@ def main() -> int:
 def _serve(
     rewards: Mapping[str, ComposedReward], tasks: Mapping[str, ProblemSet], requests: Connection, results: Connection
 ) -> int:
-    """Score items until memory is short or a reward's processes cannot be ended. Return `RETIRED`, or raise `EOFError`."""
+    """Score items until memory is short or a reward's processes cannot be ended. Then return `RETIRED`. Raises `EOFError`."""
     pid, own = os.getpid(), confinement.address_space()
     reserve = max(share.reward.memory_mib for share in tasks.values()) * confinement.MIB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

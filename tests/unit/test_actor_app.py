@@ -225,7 +225,7 @@ async def test_an_actor_says_that_its_engine_starts_and_where_it_can_be_called(
     assert heard == [("starting", "-"), ("starting", called)], "while vLLM starts, and before a manifest comes"
     if not reachable:
         monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
-        with pytest.raises(FieldError, match=r"weights\.backend = 'auto': connects trainer and actors; use log here"):
+        with pytest.raises(FieldError, match=r"weights\.backend = 'auto': needs connections to this actor; use log here"):
             await app.serve(own, stop, CONTEXT, start_engine)
 
 

@@ -299,7 +299,7 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_named_before_a_run(
         (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": size}))
         found = preview(recipe, "model", {"": Problem("2+2")})["mistakes"]
         assert len(found) == mistakes
-    assert f"its {begins:,} tokens (vocab_size) lack <|im_" in str(FieldError(*found[0]))
+    assert f"(id {begins}), but vocab_size is {begins:,}; use the model's own tokenizer" in str(FieldError(*found[0]))
 
 
 def test_tools_with_a_template_that_refuses_everything_are_refused_in_words() -> None:

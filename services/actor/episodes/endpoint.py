@@ -1,7 +1,7 @@
 """The HTTP endpoint at which environments and agents request turns, as OpenAI's chat completions or as tokens.
 
 Every URL contains the key of a running episode. Turns are sampled as the recipe says, because the trainer divides by the
-sampling probabilities; a request sets only messages, length, stop strings and tools. Answers are sent whole.
+sampling probabilities; a request sets only messages, length, stop strings and tools. Even streams send whole answers.
 
 `context_of` and `answer_of` convert messages to tokens and back. If a request continues a recorded conversation, the recorded
 tokens are kept, and only the new messages are rendered. Otherwise the whole history is rendered and begins a branch.
@@ -170,7 +170,7 @@ class Endpoint:
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
     async def _stream(self, answering: Coroutine[Any, Any, str]) -> Response:
-        """Answer with a stream. An early error, such as a refusal, has its own HTTP status; a later one is sent as an event."""
+        """Answer with a stream. An error within `KEEP_ALIVE_S` has its own HTTP status; later errors are sent as events."""
         task = asyncio.create_task(answering)
 
         async def kept_alive() -> AsyncIterator[str]:
@@ -215,7 +215,7 @@ class Endpoint:
 
 
 async def _body_of(request: Request) -> bytes:
-    """Read the whole body, even if it is too large, because a client that still sends may not read the answer."""
+    """Read the whole body, even if it is too large, because a client that is still sending may not read the answer."""
     chunks, size = list[bytes](), 0
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
@@ -246,7 +246,7 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
-    """Return the fields that ask for another distribution than `sampling`'s, or for another form of answer. Pure."""
+    """Return the fields that request another distribution than that of `sampling`, or another form of answer. Pure."""
     unchanged = {
         # These values change nothing: recipes have no penalties, top-p or top-k, and answers are plain text.
         **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty"), (0,)),
@@ -295,7 +295,7 @@ def stream_of(completion: dict[str, Any], with_usage: bool) -> str:
 
 
 def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
-    """Return a turn as vLLM answers a request with token ids, with log-probabilities under the sampling policy (log μ)."""
+    """Return a turn in the form of vLLM's answers to token ids. Log-probabilities are those of the sampling policy (log μ)."""
     token_ids, logprobs = turn.made.completion_token_ids.tolist(), turn.made.behaviour_logprobs.tolist()
     content = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
@@ -309,7 +309,7 @@ def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
 async def _unless_over(
     waits: Coroutine[Any, Any, _Result], over: asyncio.Event, *hung_up: Coroutine[Any, Any, None]
 ) -> _Result:
-    """Return the result of `waits`. If the environment's run ends or the client hangs up, cancel it and raise `Refused`."""
+    """Return the result of `waits`. If the run ends or the client hangs up, cancel `waits` and raise `Refused`."""
     working = asyncio.create_task(waits)
     ending = [asyncio.create_task(one) for one in (over.wait(), *hung_up)]
     try:
@@ -350,8 +350,8 @@ def _refusal_of(error: Exception) -> Refused:
         case Unrenderable() | RecursionError():
             return Refused(400, "invalid_request", str(error))
         case HTTPException():
-            answered = "POST {base_url}/chat/completions and GET {base_url}/models are answered"
-            return Refused(error.status_code, "not_found", f"{error.detail}: only {answered}")
+            fix = "use POST {base_url}/chat/completions or GET {base_url}/models"
+            return Refused(error.status_code, "not_found", f"{error.detail}: {fix}")
     return Refused(500, "internal_error", f"the actor cannot answer this: {type(error).__name__}: {error}"[:500])
 
 
@@ -361,8 +361,8 @@ def _usage(turn: RecordedTurn) -> dict[str, int]:
 
 
 def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
-    """Return the requested turn's context, int32[context]. If the format allows it, the context extends the recorded turn with
-    the longest history that the request continues. Given texts never become control tokens. Raises `Unrenderable`."""
+    """Return the requested turn's context, int32[context]. If the format allows it, the context extends a recorded turn: the
+    one with the longest history that the request continues. Texts never become control tokens. Raises `Unrenderable`."""
     turn = _last_known(served, _history(messages, tools))
     messages, tools = chat.control.parted(messages), chat.control.parted(tools)
     token_ids = None

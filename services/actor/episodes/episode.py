@@ -1,7 +1,7 @@
 """Record episodes as tokens, serve the turns that environments request, and have verifiers run the environments.
 
-A turn extends another turn if its context begins with the other's context and sampled tokens. Turns that extend each other form
-a branch. A turn begins a new branch if it extends none, or if an earlier turn already extends the same one.
+Turn B extends turn A if B's context begins with A's context and sampled tokens. A chain of such turns forms a branch. A turn
+begins a new branch if it extends no turn, or if an earlier turn already extends the same turn.
 
 An environment runs again if its verifier died, or if another actor continues the episode. A request whose context was recorded
 then gets the recorded turn. Turns that the last run did not request are dropped.
@@ -95,7 +95,7 @@ class Episode:
     carried: InitVar[Iterable[Branch]] = ()
     _: KW_ONLY
     max_turns: int
-    """Turns that one run of the environment may request, including those for which its client hung up."""
+    """Turns that one run of the environment may request. Turns whose client hung up count, too."""
     max_context: int
     turn_timeout_s: float
     """Maximum seconds for a turn, including the wait for a free place of the `Sampler`."""
@@ -114,13 +114,13 @@ class Episode:
         self.over = asyncio.Event()
         """Set when the current run of the environment has ended."""
         self.served: list[RecordedTurn] = []
-        """Turns that requests of this run got or await, in the order of the requests."""
+        """Turns that this run has received or awaits, in the order of its requests."""
         self.asked_for: set[RecordedTurn] = set()
-        """Turns that this run requested, including those for which its client hung up."""
+        """Turns that this run has requested, including turns whose client hung up."""
         self.policy_fault = ""
 
     def not_served(self, turn: RecordedTurn, over: asyncio.Event) -> None:
-        """Record that a request for a turn failed in the run of `over`. A later run may have requested the turn again."""
+        """Record that the run of `over` did not receive a turn. A later run, which may have requested it, is unaffected."""
         if over is self.over and turn in self.served:
             self.served.remove(turn)
 
@@ -163,11 +163,11 @@ class Episode:
         raise Refused(503, "interrupted", "the actor stops; another actor continues the episode")
 
     def take(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn:
-        """Return the recorded turn for a request, or a new one that the caller samples, and mark it as served. Raises
+        """Return the recorded turn for a request, or a new one that the caller must sample. Mark it as served. Raises
         `Refused`."""
         turn = self._known(context_token_ids, sampling)
         if turn not in self.asked_for and len(self.asked_for) >= self.max_turns:
-            raise self.policy_refused(MAX_TURNS, f"this episode had its {self.max_turns} turns (task.max_turns)")
+            raise self.policy_refused(MAX_TURNS, f"this episode has used its {self.max_turns} turns (task.max_turns)")
         if turn is None:
             turn = RecordedTurn(context_token_ids)
             self.turns.append(turn)
@@ -177,8 +177,8 @@ class Episode:
         return turn
 
     def _known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
-        """Return the first recorded turn with this context and these parameters that this run of the environment has not had
-        yet. If another actor began the turn, its parameters are unknown, and only its length is compared."""
+        """Return the first recorded turn with this context and these parameters that this run of the environment has not
+        received yet. If another actor began the turn, its parameters are unknown, and only its length is compared."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
             fits = turn not in self.served and (is_short if turn.asked is None else turn.asked == sampling)
@@ -187,7 +187,7 @@ class Episode:
         return None
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
-        """Return the longest turn that the context extends. Of equal turns, prefer one that no other turn extends."""
+        """Return the longest turn that the context extends. Of equally long turns, prefer one that no other extends."""
         served = [turn for turn in self.turns if turn in self.served]
         extended, known = {id(turn.extends) for turn in served}, [(turn, turn.token_ids) for turn in served if turn.is_finished]
         starts = [(turn, len(own)) for turn, own in known if np.array_equal(context_token_ids[: len(own)], own)]

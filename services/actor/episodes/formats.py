@@ -26,7 +26,7 @@ from pipelinerl.recipe.fields import ModelConfig
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
-"""A message of OpenAI's chat completions, as `endpoint.read_messages` returns it: with a text as content, no empty fields."""
+"""A message of OpenAI's chat completions, from `endpoint.read_messages`: its content is a text, and no field is empty."""
 Tools = list[dict[str, Any]]
 
 _KEPT_TEXTS, _KEPT_CHARACTERS = 1024, 16_384
@@ -67,7 +67,7 @@ class ChatFormat(Protocol):
 
 
 def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """Return the format of a recipe's model. If the recipe changes the chat template, the model's name is not used."""
+    """Return the format of a recipe's model. If the recipe changes the chat template, ignore the model's name."""
     is_changed = bool(model.chat_template or model.chat_template_kwargs)
     return chat_format(tokenizer, "" if is_changed else model.name, model.chat_template_kwargs)
 
@@ -222,8 +222,8 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class TemplateFormat:
-    """Any chat template. A recorded turn is extended by the text that the template writes after it, if later messages do not
-    change the text before them. Tool calls have the form of Hermes models. If a template cannot write tools, a message does."""
+    """Any chat template. A recorded turn is extended by the text that the template writes after it, unless later messages
+    change earlier text. Tool calls have the form of Hermes models. If a template cannot write tools, a message lists them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)

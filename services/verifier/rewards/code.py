@@ -107,7 +107,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 def program_in(answer: str) -> tuple[str, str]:
     """Return the program in an answer, and where it was, such as 'took its code block'. The program is the last fenced block
-    marked as Python, else the last block without a mark, else the whole answer. A cut block counts."""
+    marked as Python, else the last unmarked block, else the whole answer. A block may lack its end."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
         if found := [body for language, body in blocks if language in wanted]:
@@ -138,7 +138,7 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
 
 
 def tests_of(reference: Mapping[str, Any], field: str) -> list[Test]:
-    """Return the tests in a reference. Raises `BadReference` if it has none, or one in an unknown form."""
+    """Return the tests in a reference. Raises `BadReference` if there are none, or if a test has an unknown form."""
     row = reference.get("row") or (reference.get("entry") or {}).get("metadata") or reference
     given: Any = None if (found := value_in(row, field)) is ABSENT else found
     try:
@@ -204,7 +204,7 @@ def _tests(given: Any, row: Mapping[str, Any]) -> Iterator[Test]:
         elif kind in ("stdin", "stdin_stdout"):
             yield Test(_text(each["input"]), _text(each["output"]))
         else:
-            raise ValueError(f"a test of the type {kind!r}; use stdin or functional")
+            raise ValueError(f"a test has the type {kind!r}; use stdin or functional")
 
 
 def _mapping(given: Any) -> Mapping[str, Any]:
@@ -213,7 +213,7 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
-    """Return the test of a call. A text `put` has one argument in JSON per line; a text `got` is then JSON, too."""
+    """Return the test of a call. If `put` is a text, each line is an argument in JSON, and a text `got` is JSON, too."""
     if isinstance(put, str):
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
@@ -224,7 +224,7 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Yield tests of statements, with the program's names that they use. Raises `ValueError` if they use none."""
+    """Yield tests of statements, with all names of the program that they use. Raises `ValueError` if they use none."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)
@@ -317,7 +317,7 @@ def _refuse(whose: str, number: Any) -> Any:
 
 
 def _same(result: Any, wanted: Any) -> bool:
-    """Compare two values: numbers by value, and to a millionth if a float is expected. True and 1 differ."""
+    """Compare two values: numbers by value, with a relative tolerance of 1e-6 if a float is expected. True and 1 differ."""
     if isinstance(wanted, list) and isinstance(result, list):
         return len(result) == len(wanted) and all(map(_same, result, wanted))
     if isinstance(wanted, dict) and isinstance(result, dict):

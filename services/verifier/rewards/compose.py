@@ -2,10 +2,10 @@
 
 reward = correct * score + format_weight * [the format matches] + overlong penalty
 
-With `truncated: zero`, a completion that was cut at its length limit gets only the penalty, and a term `truncated`.
+With `truncated: zero`, a completion that was cut at its length limit gets only the penalty, and a term `truncated` of 0.
 
 A scorer may be a user's own function, `my_pkg.rewards:score`. It takes a `RewardInput` and returns a number, or named numbers
-that are added up. Functions written for verl or TRL are recognised by their parameters, and are called in the same way.
+that are added up. Functions written for verl or TRL are recognised by their parameters and called accordingly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 MOST_TERMS, TERM_CHARACTERS = 128, 100
 """Maximum number of terms of a user's function, and maximum length of their names."""
 _ALMOST = 1e-9
-"""Largest rounding error of a right score."""
+"""Largest rounding error with which a score still counts as 1."""
 
 
 class ComposedReward:
@@ -134,8 +134,8 @@ _FORMS = (
 
 
 def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
-    """Import a function, possibly async, that has our, verl's or TRL's parameters. Raises `FieldError` if it is missing or has
-    others. verl's and TRL's functions get the whole completion, so `answer_pattern` must be empty."""
+    """Import a function, possibly async, that has our, verl's or TRL's parameters. Raises `FieldError`. With verl's or TRL's
+    parameters, a function gets the whole completion, so `answer_pattern` must be empty."""
     task, function = task or TaskConfig(), imported("reward.scorer", path)
     try:
         signature = inspect.signature(function)
@@ -275,7 +275,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
-    """Return a scorer that gives 1 if the answer is JSON that fits `schema`, or the schema in the reference if it is empty."""
+    """Return a scorer that gives 1 if the answer is JSON that fits `schema` or, if that is empty, the reference's schema."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import validator_for

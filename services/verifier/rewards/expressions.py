@@ -524,7 +524,7 @@ def _factorial(value: Number) -> Number:
 
 
 def _opaque(name: str, value: Number) -> Number:
-    """Return the value of an arbitrary smooth function, which depends on the name, so that an unknown f equals only itself."""
+    """Return the value of a smooth function that stands for an unknown one. It depends on the name, so f equals only itself."""
     x, seed = inexact(value), zlib.crc32(name.encode())
     return (seed % 97 + 3) + x * (seed % 89 + 2) / 7 + x**3 / (seed % 83 + 5) + mp.sin(x)
 
@@ -551,7 +551,7 @@ _CALLS: dict[str, Callable[..., Number]] = {
 
 
 def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
-    """Return the value for these variables. Call this inside a `precise` context. Raises `Unreadable`."""
+    """Return the value of a tree for these variables. Call this inside a `precise` context. Raises `Unreadable`."""
     match node:
         case Node("number", _, (value,)):
             return _bounded(value)

@@ -163,7 +163,7 @@ class Peer:
 
 
 class Remote:
-    """Stands for an object in the other process. It never equals plain data, whatever the object says."""
+    """Stands for an object in the other process. It never equals plain data, even if the object says so."""
 
     __slots__ = ("_line",)
     _line: tuple[Peer, Any]
@@ -204,7 +204,7 @@ def _renew(given: Any, after: Any) -> None:
 
 
 def _raised(names: list[str], text: str, operation: str) -> BaseException:
-    """Return the program's exception as the nearest built-in one; StopIteration only for a call of `__next__`."""
+    """Return the built-in exception that is nearest to the program's. It is StopIteration only for a call of `__next__`."""
     for name in names:
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, BaseException):

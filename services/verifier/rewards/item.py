@@ -1,5 +1,5 @@
 """The input, output and errors of scorers. A scorer runs in a worker process, one item at a time, on the main thread. A
-deadline and a memory limit protect it against slow or huge answers."""
+deadline and a memory limit protect the worker against slow or huge answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A score. `value` is the reward: 1 for a right answer, or the sum of `parts` if there are any. `metrics` do not count."""
+    """A score. `value` is the reward: 1 for a right answer, or the sum of `parts` if there are any. `metrics` are separate."""
 
     value: float
     reason: str = ""

@@ -23,7 +23,7 @@ from services.verifier.rewards.expressions import Node, Number, Unreadable, eval
 from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer, reference_answer
 
 _TAIL_CHARACTERS = 4000
-"""Number of characters at the end of a completion in which an answer outside a box is found."""
+"""Number of characters at the end of a completion that are searched for an answer outside a box."""
 _LONGEST_TEXT = 200
 _BEGINS_THOUGHT = r"<(?:think|thinking|thought|reasoning)>|\[THINK\]|◁think▷"
 _ENDS_THOUGHT = r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]|◁/think▷"
@@ -42,7 +42,7 @@ _GIVEN = re.compile(
     r"\W*(?:out of|of|among|given|if|suppose|assume|when|whenever|while|step|case|part|problem|question|exercise)\b[^,]*$",
     re.IGNORECASE,
 )
-"""Beginning of a sentence whose number comes from the problem."""
+"""Beginning of a sentence that repeats a number of the problem."""
 _RETRACTED = re.compile(
     r"\b(?:wait|actually|rather|instead|correction|should be|no,|mistake|correct myself|i think)", re.IGNORECASE
 )
@@ -128,7 +128,7 @@ def _spans(sentence: str) -> list[str]:
 
 
 def _last_span(text: str) -> str:
-    """Return the last expression, with its unit, of the last sentence that has one; "" if it is no answer."""
+    """Return the last expression, with its unit, in the last sentence with an expression; "" if that is no answer."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n", text)):
         sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
         if spans := _spans(sentence):
@@ -204,14 +204,14 @@ def _total(answer: Node, wanted: Node) -> Node:
 
 
 def _is_sum(node: Node) -> bool:
-    """Return whether a node is a sum of letters other than the usual unknowns, or the size of a set."""
+    """Return whether a node is a sum of letters other than x, y and z, or the size of a set."""
     if node.kind == "+":
         return all((part.kind == "symbol" and part.name not in ("x", "y", "z")) or _is_sum(part) for part in node.parts)
     return node.kind == "call" and node.name == "abs" and node.parts[0].name.isupper()
 
 
 def _labelled(node: Node) -> tuple[str, Node]:
-    """Split an answer such as x = 5 into its label and the rest. Raises `Unreadable` for 41 = 42."""
+    """Split an answer such as x = 5 into its label and the rest. Raises `Unreadable` for a false answer such as 41 = 42."""
     if node.kind == "list" and node.parts and node.parts[0].kind == "relation":
         pairs = [_labelled(part) for part in node.parts]
         if all(label == pairs[0][0] or not (label or symbols(value)) for label, value in pairs):
@@ -448,8 +448,8 @@ def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
     r"""Return a scorer that gives 1 if answer and reference are mathematically equal, such as `1/2`, `0.5` and `\frac{1}{2}`.
 
     The answer is the last box or <answer>, else the text after "the answer is", else the last expression. With `boxed`, only a
-    closed `\boxed{...}` counts. An answer is wrong if its comparison takes more CPU time than a quarter of `timeout_s`.
-    SIGVTALRM measures this, so the scorer must run on the main thread.
+    closed `\boxed{...}` counts. An answer is wrong if its comparison takes more CPU time than a quarter of `timeout_s`. A
+    SIGVTALRM timer limits this time, so the scorer must run on the main thread.
     """
 
     def score(item: RewardInput) -> Score:

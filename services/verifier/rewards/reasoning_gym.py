@@ -2,7 +2,7 @@
 
 Some families' scorers call `eval` on the answer, directly or through SymPy. These families have a guard, which parses the
 answer without running it. Only answers that the guard accepts are scored; they call only known mathematical functions and
-access no attribute. Many families give a little credit to wrong answers; `reward.binary` decides whether that counts.
+access no attribute. Many families give a little credit to wrong answers; `reward.binary` decides whether this credit counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput,
 _COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
 """Families whose scorer compares grids of tuples, which JSON has turned into lists."""
 
-REFUSED = Score(0.0, "not evaluated: the family's scorer would run the answer as code, but it is not just a formula or numbers")
+REFUSED = Score(0.0, "not evaluated: the family's scorer runs answers as code, and this is not just a formula or numbers")
 
 _OPERATORS = (ast.BinOp, ast.UnaryOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 _TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan"}
@@ -133,7 +133,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _judge(score_answer: Callable[..., float], answer: str, entry: dict[str, Any]) -> Score:
-    """Score an answer. It is wrong if the family's scorer raises, unless the scorer also raises for the entry's own answer."""
+    """Score an answer; 0 if the family's scorer raises. Raises `BadReference` if it also raises for the entry's own answer."""
     try:
         return Score(float(score_answer(answer=answer, entry=entry)))
     except MemoryError:
