@@ -138,14 +138,9 @@ async def test_what_a_server_does_costs_retries_and_a_model_is_there_whole_or_no
     assert await asyncio.to_thread(fetched, f"{ROOT}/{LATEST}", tmp_path / "a") == (f"{ROOT}/step-4", {"config.json": b"4"})
     assert (await asyncio.to_thread(fetched, f"{ROOT}/step-2", tmp_path / "b"))[1] == LARGE
 
-    command = [
-        sys.executable,
-        "-m",
-        "services.trainer.checkpoint.store",
-        str(model(tmp_path / "large", LARGE)),
-        f"{ROOT}/step-2",
-    ]
-    with subprocess.Popen(command) as uploader:  # over what is there, and killed in the middle
+    paths = f"Path({str(model(tmp_path / 'large', LARGE))!r}), {f'{ROOT}/step-2'!r}"
+    uploads_again = f"from pathlib import Path; from services.trainer.checkpoint.store import put_model; put_model({paths})"
+    with subprocess.Popen([sys.executable, "-c", uploads_again]) as uploader:  # over what is there, and killed in the middle
         store, root = FileSystem.from_uri(f"{ROOT}/step-2")
         while b"null" not in store.open_input_stream(f"{root}/{MANIFEST}").read():
             await asyncio.sleep(0.01)

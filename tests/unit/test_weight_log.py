@@ -540,7 +540,7 @@ async def test_a_store_that_hangs_fails_after_a_while(store: Faulty, tmp_path: P
 async def test_a_folder_that_cannot_be_written_is_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     async with open_store(f"file://{tmp_path}/file", None) as opened:  # type: ignore[arg-type]
-        with pytest.raises(StoreError, match=f"weight log at file://{tmp_path}/file: "):
+        with pytest.raises(StoreError, match=f"^file://{tmp_path}/file: "):
             await opened.put("w", [b"x"])
     async with open_store("file:///proc/nothing", None) as opened:  # type: ignore[arg-type]
         assert isinstance(opened, FileStore)
