@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -34,7 +33,6 @@ from pipelinerl.run_dir import sync_folder
 from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.transfer.delta import LogDamaged
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -44,7 +42,6 @@ STALL_S = 60.0
 PIECE_BYTES = 8 * 2**20
 _MESSAGE_BYTES, _MESSAGES_AHEAD = 128 * 1024, 32
 """A reader holds at most 4 MiB of messages, so that pings and control messages are not late on a slow link."""
-_KEY = re.compile(r"[\w=-][\w=.-]*(/[\w=-][\w=.-]*)*", re.ASCII)
 _Result = TypeVar("_Result")
 _Parts = Iterable[bytes | memoryview]
 
@@ -71,8 +68,8 @@ class LogStore(Protocol):
         one, and may finish the object after a cancellation."""
         ...
 
-    def get(self, key: str, max_bytes: int) -> AsyncGenerator[bytes, None]:
-        """Yield the pieces of an object. Raises `ObjectMissing`, and `LogDamaged` if it has more than `max_bytes`."""
+    def get(self, key: str) -> AsyncGenerator[bytes, None]:
+        """Yield the pieces of an object, of any size. Raises `ObjectMissing`."""
         ...
 
     async def keys(self, prefix: str) -> list[str]:
@@ -174,27 +171,23 @@ class FileStore:
         self._files, self._root, self.place = files, root, place
 
     async def put(self, key: str, parts: _Parts) -> tuple[int, bytes]:
-        return await watched(self.place, partial(write_object, self._files, self._path(key), parts))
+        return await watched(self.place, partial(write_object, self._files, f"{self._root}/{key}", parts))
 
-    async def get(self, key: str, max_bytes: int) -> AsyncGenerator[bytes, None]:
-        path, num_bytes = self._path(key), 0
-
+    async def get(self, key: str) -> AsyncGenerator[bytes, None]:
         def read(make: Callable[[], _Result], _: object) -> _Result:
             try:
                 return make()
             except FileNotFoundError:
                 raise ObjectMissing(key, self.place) from None
 
-        stream = await watched(self.place, partial(read, lambda: self._files.open_input_stream(path)))
+        stream = await watched(self.place, partial(read, lambda: self._files.open_input_stream(f"{self._root}/{key}")))
         while piece := await watched(self.place, partial(read, lambda: stream.read(PIECE_BYTES))):
-            num_bytes += len(piece)
-            _check_size(key, num_bytes, max_bytes)
             yield piece
 
     async def keys(self, prefix: str) -> list[str]:
         from pyarrow.fs import FileSelector
 
-        selector = FileSelector(self._path(prefix), recursive=True, allow_not_found=True)
+        selector = FileSelector(f"{self._root}/{prefix}", recursive=True, allow_not_found=True)
         found = await watched(self.place, lambda _: self._files.get_file_info(selector))
         return [info.path.removeprefix(f"{self._root}/") for info in found if info.is_file]
 
@@ -204,11 +197,6 @@ class FileStore:
                 self._files.delete_file(f"{self._root}/{key}")  # also remains, whose names are no keys
 
         await watched(self.place, delete)
-
-    def _path(self, key: str) -> str:
-        if not _KEY.fullmatch(key):
-            raise LogDamaged(key, "key", "must be names of letters, digits, dashes and dots, separated by slashes")
-        return f"{self._root}/{key}"
 
 
 class BucketStore:
@@ -242,10 +230,8 @@ class BucketStore:
             raise
         return info.size or 0, base64.urlsafe_b64decode((info.digest or "").removeprefix("SHA-256="))
 
-    async def get(self, key: str, max_bytes: int) -> AsyncGenerator[bytes, None]:
+    async def get(self, key: str) -> AsyncGenerator[bytes, None]:
         info, num_bytes = await self._info(key), 0
-        size = info.size if isinstance(info.size, int) else max_bytes + 1
-        _check_size(key, size, max_bytes)
         with _store_errors(f"reading {key} from {self._stream}"):
             async with OrderedReader(
                 self._connection,
@@ -255,7 +241,7 @@ class BucketStore:
                 from_position=1,
                 read_ahead=_MESSAGES_AHEAD,
             ) as reader:
-                while num_bytes < size:
+                while num_bytes < (info.size or 0):
                     try:
                         async with asyncio.timeout(self._connection.request_timeout_s):
                             piece = await anext(reader)
@@ -314,11 +300,6 @@ def _store_errors(action: str) -> Iterator[None]:
             yield
     except BusError as error:
         raise StoreError(f"weight log: {error}") from error
-
-
-def _check_size(key: str, num_bytes: int, max_bytes: int) -> None:
-    if num_bytes > max_bytes:
-        raise LogDamaged(key, "bytes", f"are more than {max_bytes}")
 
 
 class _Reading(io.RawIOBase):

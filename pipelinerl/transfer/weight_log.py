@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from functools import partial
@@ -38,6 +39,8 @@ from pipelinerl.v1.control_pb2 import LogObject, Published
 _ANCHOR, _DELTA = "anchor.safetensors", "delta"
 CHAINS_KEPT = 2
 _SHA256_BYTES = 32
+_KEY = re.compile(r"[\w=-][\w=.-]*(/[\w=-][\w=.-]*)*", re.ASCII)
+"""Keys that lead out of no store's folder."""
 _Result = TypeVar("_Result")
 
 
@@ -116,7 +119,7 @@ class Replica:
     stream has none. Use one call at a time."""
 
     def __init__(self, store: LogStore, manifest: Manifest, folder: Path) -> None:
-        self._store, self._manifest, self._folder = store, manifest, folder
+        self._store, self._manifest, self._folder, self._path = store, manifest, folder, folder / "stream"
         self.version: PolicyVersion | None = None
         self.fetched_bytes = 0
         """Bytes of all downloads."""
@@ -141,10 +144,6 @@ class Replica:
             await self._compare(version, published.sha256)
         return self._path
 
-    @property
-    def _path(self) -> Path:
-        return self._folder / "stream"
-
     def _check(self, published: Published, version: PolicyVersion) -> None:
         name, objects = f"announcement of {version}", published.objects
         versions = [one.version for one in objects]
@@ -153,6 +152,9 @@ class Replica:
         if not versions or versions != sorted(set(versions)) or versions[-1] != version.number:
             raise LogDamaged(name, "objects", f"have the versions {versions}, which must ascend to {version.number}")
         for index, one in enumerate(objects):
+            if not _KEY.fullmatch(one.key):
+                fix = "must be names of letters, digits, dashes and dots, separated by slashes"
+                raise LogDamaged(name, f"objects[{index}].key", f"is {one.key!r}, but {fix}")
             if one.key.endswith(_ANCHOR) != (index == 0) or len(one.sha256) != _SHA256_BYTES:
                 raise LogDamaged(name, f"objects[{index}]", f"has the key {one.key} and {len(one.sha256)} bytes of SHA-256")
             if one.bytes > (most := largest_object(self._manifest)):
@@ -169,10 +171,12 @@ class Replica:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
-                async with aclosing(self._store.get(one.key, one.bytes)) as pieces:
+                async with aclosing(self._store.get(one.key)) as pieces:
                     async for piece in pieces:
                         await _on_thread(partial(take, file, piece))
                         self.fetched_bytes += len(piece)
+                        if file.tell() > one.bytes:
+                            break
                 num_bytes = file.tell()
             for field, found, announced in (("bytes", num_bytes, one.bytes), ("sha256", sha256.digest(), one.sha256)):
                 if found != announced:
