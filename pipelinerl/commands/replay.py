@@ -19,7 +19,7 @@ from pipelinerl.initial_model import cache_folder
 from pipelinerl.local.processes import check_stopped
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import parse_override, recipe_of_run
-from pipelinerl.run_dir import NOTHING_THERE, RunDir, newest_checkpoint, resumable, run_name, sync_folder, write_whole
+from pipelinerl.run_dir import NOTHING_THERE, RunDir, newest_checkpoint, resumable, run_name, sync_path, write_whole
 
 _DECIDED_EARLIER = (
     *("advantage", "normalize_std", "filter_equal_rewards", "max_lag", "max_lag_of", "conventional_g"),
@@ -92,7 +92,7 @@ def _set_aside(run: RunDir, version: int) -> Path | None:
     aside.mkdir(parents=True)
     for path in found:
         path.rename(aside / path.name)
-    sync_folder(run.checkpoints)
+    sync_path(run.checkpoints)
     return aside
 
 

@@ -29,7 +29,7 @@ from pipelinerl.bus.link import bus_errors, is_stream_full
 from pipelinerl.bus.protocol import Subjects
 from pipelinerl.bus.reader import OrderedReader, stored_messages
 from pipelinerl.errors import BusError, FieldError, TransferError, first_line
-from pipelinerl.run_dir import sync_folder
+from pipelinerl.run_dir import sync_path
 from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import retry_forever
@@ -157,10 +157,9 @@ def write_object(files: FileSystem, path: str, parts: _Parts, step: Callable[[],
             files.delete_file(target)
         raise
     if is_local:
-        with open(target, "rb+") as file:
-            os.fsync(file.fileno())
+        sync_path(Path(target))
         files.move(target, path)
-        sync_folder(Path(folder))
+        sync_path(Path(folder))
     return num_bytes, sha256.digest()
 
 

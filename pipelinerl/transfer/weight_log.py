@@ -61,7 +61,6 @@ class WeightLog:
         self._store, self._manifest, self._prefix, self._placement = store, manifest, prefix, placement
         self._anchor_every, self._keep_all = anchor_every, keep_all
         self._chains: list[list[LogObject]] = []
-        """Each chain has an anchor and the deltas after it."""
         self._newest: tuple[PolicyVersion, Tensor] | None = None
         self._has_old = True
         """True if the store may hold objects of chains that are no longer kept."""
@@ -122,10 +121,7 @@ class Replica:
         self._store, self._manifest, self._folder, self._path = store, manifest, folder, folder / "stream"
         self.version: PolicyVersion | None = None
         self.fetched_bytes = 0
-        """Bytes of all downloads."""
         self._stream: Bytes | None = None
-        self._compared: PolicyVersion | None = None
-        """The last version whose SHA-256 was the announced one."""
 
     async def bring_to(self, published: Published) -> Path:
         """Bring the stream to the announced version, and return its file of `manifest.total_bytes` bytes.
@@ -140,8 +136,7 @@ class Replica:
             known = next((index for index, one in enumerate(objects, 1) if one.version == self.version.number), 0)
         for one in objects[known:]:
             await self._apply(one, PolicyVersion(version.incarnation, one.version))
-        if self._compared != version:
-            await self._compare(version, published.sha256)
+        await self._compare(version, published.sha256)
         return self._path
 
     def _check(self, published: Published, version: PolicyVersion) -> None:
@@ -193,7 +188,7 @@ class Replica:
         path = await self._download(one)
         try:
             data, stream = np.memmap(path, np.uint8, "r"), self._mapped()
-            before, self.version, self._compared = self.version, None, None
+            before, self.version = self.version, None
             if one.key.endswith(_ANCHOR):
                 steps = decode_anchor(self._manifest, after, data, stream, one.key)
             else:
@@ -212,7 +207,7 @@ class Replica:
             await _on_thread(partial(sha256.update, stream[chunk.offset : chunk.offset + chunk.num_bytes].data))
         if sha256.digest() != expected_sha256:
             raise LogDamaged(f"version {version}", "sha256", f"is {sha256.hexdigest()}, announced {expected_sha256.hex()}")
-        self.version = self._compared = version
+        self.version = version
 
     def _mapped(self) -> Bytes:
         if self._stream is None:

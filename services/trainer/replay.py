@@ -77,8 +77,8 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 def nearest_start(run_dir: Path, first: int) -> tuple[int, Path | None]:
     """Return the newest version before step `first` that a checkpoint holds, with its folder; 0 and None if there is none."""
-    versions = {version: path.parent for version, path in resumable(run_dir).items() if version < first}
-    return (max(versions), versions[max(versions)]) if versions else (0, None)
+    earlier = ((version, path.parent) for version, path in resumable(run_dir).items() if version < first)
+    return max(earlier, default=(0, None))
 
 
 def plan_of(args: Options, run_dir: Path) -> Plan:

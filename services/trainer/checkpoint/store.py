@@ -21,7 +21,6 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
@@ -35,7 +34,7 @@ from pipelinerl.service.lifecycle import background
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.transfer.stores import PIECE_BYTES, open_files, watched, write_object
-from services.trainer.checkpoint.files import link_export, link_tree, tidy
+from services.trainer.checkpoint.files import link_export, link_tree
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -167,22 +166,16 @@ TRY_S = 4 * 3600
 """Maximum seconds of one attempt. After that, the store counts as hanging."""
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    version: int
-    folder: Path
-    """Linked copy of the checkpoint. Its modification time says when the checkpoint was written."""
-    since_s: float
-    """Unix time since which this upload is due: when the first of the checkpoints that it replaced in the queue was written."""
-
-
 class Uploads:
     """Uploads of one run. An empty `url` disables them. `metrics`: attempts by outcome, and seconds of successful ones."""
 
     def __init__(self, url: str, run_dir: Path, run: str, metrics: tuple[Counter, Histogram]) -> None:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
         self._run_dir, self._aside, (self._tries, self._seconds) = run_dir, run_dir / "uploading", metrics
-        self._waiting: _Waiting | None = None
+        self._waiting: tuple[int, Path] | None = None
+        """Version, and linked copy of the checkpoint. Its modification time says when the checkpoint was written."""
+        self._since_s = 0.0
+        """Unix time since which an upload is due: when the first of the checkpoints replaced in the queue was written."""
         self._trying: Path | None = None
         self.last: dict[str, Any] = {}
         """Content of `UPLOADED`; empty before the first upload."""
@@ -194,8 +187,7 @@ class Uploads:
         """Return for how many seconds a checkpoint has waited for its upload; 0 if none waits, None if uploads are disabled."""
         if not self._root:
             return None
-        waiting = self._waiting  # read once, since another thread may change it
-        return max(0.0, time.time() - waiting.since_s) if waiting else 0.0
+        return max(0.0, time.time() - self._since_s) if self._waiting else 0.0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -203,7 +195,6 @@ class Uploads:
         if not self._root:
             yield
             return
-        tidy(self._aside)
         last, found = read_json(self._run_dir / UPLOADED), resumable(self._run_dir)
         if str(last.get("url", "")).startswith(f"{self._root}/"):
             self.last = last
@@ -214,7 +205,7 @@ class Uploads:
 
     async def take(self, checkpoint: Path, version: int) -> None:
         """Accept a checkpoint for upload. After this returns, its folder may be removed. Errors are only logged."""
-        if not self._root or version == (self._waiting.version if self._waiting else self.last.get("version")):
+        if not self._root or version == (self._waiting[0] if self._waiting else self.last.get("version")):
             return
         async with self._changed:
             try:
@@ -222,7 +213,9 @@ class Uploads:
             except OSError as error:
                 log.error("the checkpoint of version %d will not be uploaded: %s", version, error)
                 return
-            self._waiting = _Waiting(version, folder, self._waiting.since_s if self._waiting else folder.stat().st_mtime)
+            if self._waiting is None:
+                self._since_s = folder.stat().st_mtime
+            self._waiting = version, folder
             await self._tidy()
             self._changed.notify_all()
 
@@ -240,10 +233,11 @@ class Uploads:
     async def _try(self) -> None:
         assert self._waiting is not None, "one has arrived"
         tried, began_s = self._waiting, time.monotonic()
-        url, self._trying = f"{self._root}/{tried.folder.name}", tried.folder
+        version, self._trying = tried
+        url = f"{self._root}/{self._trying.name}"
         try:
-            await watched(url, partial(_put, tried.folder, url), TRY_S)
-            last = {"version": tried.version, "url": url, "at_s": time.time()}
+            await watched(url, partial(_put, self._trying, url), TRY_S)
+            last = {"version": version, "url": url, "at_s": time.time()}
             await asyncio.to_thread(write_whole, self._run_dir / UPLOADED, json.dumps(last) + "\n", durably=True)
         except (PipelineRLError, OSError):
             self._tries.labels("failed").inc()
@@ -253,15 +247,17 @@ class Uploads:
         self.last, seconds = last, time.monotonic() - began_s
         self._tries.labels("uploaded").inc()
         self._seconds.observe(seconds)
-        log.info("uploaded the checkpoint of version %d to %s in %.2f s", tried.version, url, seconds)
+        log.info("uploaded the checkpoint of version %d to %s in %.2f s", version, url, seconds)
         async with self._changed:
-            another = None if self._waiting is tried else self._waiting  # a newer one arrived
-            self._waiting = another and replace(another, since_s=another.folder.stat().st_mtime)
+            if self._waiting is tried:
+                self._waiting = None
+            else:  # a newer one arrived
+                self._since_s = self._waiting[1].stat().st_mtime
             await self._tidy()
             self._changed.notify_all()
 
     async def _tidy(self) -> None:
-        kept = {self._waiting.folder if self._waiting else None, self._trying}
+        kept = {self._waiting[1] if self._waiting else None, self._trying}
         for folder in self._aside.iterdir():
             if folder not in kept:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

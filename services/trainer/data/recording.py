@@ -148,11 +148,9 @@ def _of_tokens(branch: Branch) -> tuple[NDArray[np.float32], NDArray[np.int32], 
     size = branch.num_completion_tokens
     logprobs = np.full(size, np.nan, np.float32)
     versions, incarnations = np.full(size, _NOT_SAMPLED, np.int32), np.full(size, _NOT_SAMPLED, np.int32)
-    taken = 0
     for span in branch.spans:
-        logprobs[span.start : span.end] = branch.behaviour_logprobs[taken : taken + span.end - span.start]
         versions[span.start : span.end], incarnations[span.start : span.end] = span.version, span.incarnation
-        taken += span.end - span.start
+    logprobs[versions != _NOT_SAMPLED] = branch.behaviour_logprobs
     return logprobs, versions, incarnations
 
 
@@ -169,13 +167,11 @@ def _of_branch(row: Mapping[str, Any]) -> dict[str, Any]:
         "completion_token_ids": row["completion_ids"],
         "behaviour_logprobs": row["logprobs"][row["versions"] != _NOT_SAMPLED],
         "spans": tuple(_spans(row["versions"], row["incarnations"])),
-        "turns": tuple(Turn(one["start"], one["end"], _reason(one["finish_reason"])) for one in row["turns"]),
-        "finish_reason": _reason(row["finish_reason"]),
+        "turns": tuple(
+            Turn(one["start"], one["end"], one["finish_reason"] and FinishReason(one["finish_reason"])) for one in row["turns"]
+        ),
+        "finish_reason": row["finish_reason"] and FinishReason(row["finish_reason"]),
     }
-
-
-def _reason(name: str | None) -> FinishReason | None:
-    return None if name is None else FinishReason(name)
 
 
 def _spans(versions: NDArray[np.int32], incarnations: NDArray[np.int32]) -> Iterator[VersionSpan]:

@@ -30,7 +30,6 @@ class LogWriter:
         self._held_above: int | None = None
         self._idle.set()
         self.published: Published | None = None
-        """The last announcement."""
         self.problem = ""
         """Why the last attempt to write failed; empty if it succeeded."""
 
