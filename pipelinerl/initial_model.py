@@ -78,7 +78,7 @@ def model_source(recipe: Recipe, settings: PolicySettings) -> str:
         return settings.model_dir or str(model_folder(recipe.model) or recipe.model.name)
     folder = built_folder(recipe, settings.run, settings.model_cache)
     if not is_complete(folder):
-        makes = "`python -m services.trainer.initial_model` makes it for the trainer"
+        makes = "a run of this recipe, or `python -m services.trainer.initial_model`, makes it for the trainer"
         fix = f"holds no complete {folder.name}; {makes}, `python -m services.actor.initial_model` fetches it for an actor"
         raise FieldError("PIPELINERL_MODEL_CACHE", str(settings.model_cache), fix)
     return str(folder)

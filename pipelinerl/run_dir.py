@@ -274,19 +274,19 @@ def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666, durably:
     try:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-            if durably:
-                file.flush()
-                os.fsync(file.fileno())
+        if durably:
+            sync_path(beside)
         beside.replace(path)
     except OSError:
         beside.unlink(missing_ok=True)
         raise
     if durably:
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync_path(path: Path) -> None:
+    """Wait until the disk has a file's content, or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -142,6 +142,8 @@ class Audit:
     """None if the streams were not read."""
     waiting: list[str] = field(default_factory=list)
     """Sequences in flight whose group the trainer will publish, either now or at its next start."""
+    lost: list[str] = field(default_factory=list)
+    """Other sequences in flight that are neither on the streams nor in the newest checkpoint."""
 
     @property
     def ended(self) -> bool:
@@ -176,7 +178,14 @@ def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
     """Replay every event that no restart undid. Compare each checkpoint with the replay at the byte where it was written."""
     history, replay, findings = audit.history, audit.replay, audit.findings
     starts = {start.offset: start for start in history.starts}
-    waiting = deque(checkpoint for checkpoint in checkpoints if _counts(checkpoint, history, findings))
+    waiting = deque[Checkpoint]()
+    for one in checkpoints:
+        if history.counts(one.journal_bytes):
+            waiting.append(one)
+        else:
+            where = "is not there" if one.journal_bytes > history.size else "was undone"
+            problem = f"byte {one.journal_bytes} of the journal, at which it was written, {where}"
+            findings.add(Check.CHECKPOINTS, f"{one.folder.name}: {problem}")
 
     def compare_up_to(offset: int) -> None:
         while waiting and waiting[0].journal_bytes <= offset:
@@ -198,15 +207,6 @@ def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
             replay.apply(offset, event)
             audit.stepped = audit.stepped or event["event"] in ("step", "end")
     compare_up_to(history.size)
-
-
-def _counts(checkpoint: Checkpoint, history: History, findings: Findings) -> bool:
-    if history.counts(checkpoint.journal_bytes):
-        return True
-    where = "is not there" if checkpoint.journal_bytes > history.size else "was undone"
-    problem = f"{checkpoint.folder.name}: byte {checkpoint.journal_bytes} of the journal, at which it was written, {where}"
-    findings.add(Check.CHECKPOINTS, problem)
-    return False
 
 
 def _check_lineage(path: Path, audit: Audit) -> None:
@@ -261,27 +261,24 @@ def _check_summary(path: Path, audit: Audit) -> None:
 async def audit_run(run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]) -> Audit:
     """Audit a run: its files and, if `open_streams` is given, its streams. `at_work()` returns whether a trainer of the run is
     alive. In a live run, a sequence is lost only if a second audit misses it, too."""
-    audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
-    if lost and audit.at_work:
+    audit = await _audit_once(run, run_dir, open_streams, at_work)
+    if audit.lost and audit.at_work:
         await asyncio.sleep(LOOK_AGAIN_S)
-        before = set(lost)
-        audit, lost = await _audit_once(run, run_dir, open_streams, at_work)
-        lost = [sequence_id for sequence_id in lost if sequence_id in before]
-    for sequence_id in lost:
+        before = set(audit.lost)
+        audit = await _audit_once(run, run_dir, open_streams, at_work)
+        audit.lost = [sequence_id for sequence_id in audit.lost if sequence_id in before]
+    for sequence_id in audit.lost:
         audit.findings.add(Check.LOST, sequence_id)
     return audit
 
 
-async def _audit_once(
-    run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]
-) -> tuple[Audit, list[str]]:
-    """Return the audit, and the sequences that seem lost."""
+async def _audit_once(run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]) -> Audit:
     working = at_work()  # asked before the files are read, because a trainer may move sequences and end meanwhile
     audit = await asyncio.to_thread(audit_files, run_dir)
     audit.run, audit.at_work = run, working and not audit.ended
     if open_streams is None:
         _skip_streams(audit, "the streams were not read")
-        return audit, []
+        return audit
     try:
         async with open_streams() as bus:
             audit.streams = seen = await _look(bus, audit.checkpoint.position if audit.checkpoint else 0)
@@ -290,14 +287,14 @@ async def _audit_once(
             _skip_streams(audit, "no trainer has started: there are no streams yet")
         else:
             audit.findings.add(Check.LOST, f"the streams cannot be read: {error}")
-        return audit, []
+        return audit
     if _unknown_messages(audit, seen):
         # Groups reserved since the journal was read may be on the streams, too.
         audit.replay.reserve({"groups": await asyncio.to_thread(reserved_groups, run_dir / JOURNAL)})
     for sequence_id in _unknown_messages(audit, seen):
         audit.findings.add(Check.UNKNOWN, sequence_id)
-    lost, audit.waiting = _lost_sequences(audit, seen)
-    return audit, lost
+    _find_missing(audit, seen)
+    return audit
 
 
 def _skip_streams(audit: Audit, why: str) -> None:
@@ -352,14 +349,9 @@ def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
     return unknown
 
 
-def _lost_sequences(audit: Audit, seen: StreamLook) -> tuple[list[str], list[str]]:
-    """Return the sequences in flight that are lost, and those whose group the trainer may still publish.
-
-    Both kinds are missing from the streams and from the newest checkpoint. A running trainer may not have published its
-    newest group yet. A restarted trainer publishes every group that is missing.
-    """
-    lost: list[str] = []
-    waiting: list[str] = []
+def _find_missing(audit: Audit, seen: StreamLook) -> None:
+    """Fill `waiting` and `lost`. A running trainer may not have published its newest group yet. A restarted trainer publishes
+    every group that is missing."""
     replay, held = audit.replay, audit.checkpoint.held if audit.checkpoint else ()
     stored = {*seen.positions, *seen.unreadable.values(), *held}
     above = {split_id(name)[0] for name, position in seen.positions.items() if position > seen.durable}
@@ -369,8 +361,7 @@ def _lost_sequences(audit: Audit, seen: StreamLook) -> tuple[list[str], list[str
         if group in seen.prompts or sequence_id in stored:
             continue
         unpublished = group == replay.newest_group and replay.untouched(group)
-        (waiting if unpublished or (starting and group not in above) else lost).append(sequence_id)
-    return lost, waiting
+        (audit.waiting if unpublished or (starting and group not in above) else audit.lost).append(sequence_id)
 
 
 # --- the report

@@ -84,7 +84,6 @@ class Replay:
         """Sampled tokens of all branches that were trained into a version."""
         self.trained_branches = 0
         self.reserved = 0
-        """Largest reservation so far."""
         self.next_group = 0
         self.newest_group = ""
 

@@ -11,15 +11,15 @@ import subprocess
 import sys
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from pipelinerl.audit.journal import JOURNAL, Journal
 from pipelinerl.errors import FieldError
-from pipelinerl.initial_model import built_folder, cache_folder, is_built, is_complete
+from pipelinerl.initial_model import cache_folder
 from pipelinerl.local.processes import check_stopped
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import parse_override, recipe_of_run
-from pipelinerl.recipe.model_folder import model_folder
-from pipelinerl.run_dir import NOTHING_THERE, RunDir, newest_checkpoint, resumable, run_name, sync_folder, write_whole
+from pipelinerl.run_dir import NOTHING_THERE, RunDir, newest_checkpoint, resumable, run_name, sync_path, write_whole
 
 _DECIDED_EARLIER = (
     *("advantage", "normalize_std", "filter_equal_rewards", "max_lag", "max_lag_of", "conventional_g"),
@@ -40,9 +40,7 @@ def replay(args: argparse.Namespace) -> int:
     for override in args.overrides:
         check_override(override)
     first, last = (args.step, args.step) if args.step is not None else (args.first, args.last)
-    given = [("--from", first), ("--to", last), ("--most", args.most), *(("--set", override) for override in args.overrides)]
-    options = [word for option, value in given if value is not None for word in (option, str(value))]
-    return _compute(run, recipe, [*options, *["--tokens"] * args.tokens])
+    return _compute(run, recipe, first=first, last=last, overrides=args.overrides, tokens=args.tokens, most=args.most)
 
 
 def rollback(args: argparse.Namespace) -> int:
@@ -58,7 +56,7 @@ def rollback(args: argparse.Namespace) -> int:
             raise FieldError("--to", args.to, "is the version of the newest checkpoint, from which the run continues anyway")
         if args.to not in resumable(run.path):
             run.check_space("RUN", 0)
-            if code := _compute(run, recipe, ["--checkpoint", "--to", str(args.to)]):
+            if code := _compute(run, recipe, last=args.to, checkpoint=True):
                 print(f"{run.name} was not changed", file=sys.stderr)
                 return code
         _forget_streams(resumable(run.path)[args.to])
@@ -94,7 +92,7 @@ def _set_aside(run: RunDir, version: int) -> Path | None:
     aside.mkdir(parents=True)
     for path in found:
         path.rename(aside / path.name)
-    sync_folder(run.checkpoints)
+    sync_path(run.checkpoints)
     return aside
 
 
@@ -115,33 +113,20 @@ def check_override(override: str) -> None:
         raise FieldError(".".join(path), value, fix)
 
 
-def _compute(run: RunDir, recipe: Recipe, options: list[str]) -> int:
+def _compute(run: RunDir, recipe: Recipe, **options: Any) -> int:
+    """Run `services.trainer.replay` with its `Options`, and return its exit code."""
+    cache = run.path if recipe.model.source == "checkpoint" else cache_folder(os.environ)
     settings = {
         "run": run.name,
         "recipe": str(run.recipe.resolve()),
         "run_dir": str(run.path.resolve()),
-        "model_dir": _initial_model(run, recipe),
+        "model_dir": "",
         "instance": "replay",
         "verifier": "none",
         "nodes": "1",
         "node": "0",
     }
-    environment = {**os.environ, **{f"PIPELINERL_{name.upper()}": value for name, value in settings.items()}}
-    command = [sys.executable, "-m", "services.trainer.replay", *options]
+    environment = {"PIPELINERL_MODEL_CACHE": str(cache / "models"), **os.environ}
+    environment |= {f"PIPELINERL_{name.upper()}": value for name, value in settings.items()}
+    command = [sys.executable, "-m", "services.trainer.replay", json.dumps(options)]
     return subprocess.run(command, env=environment, check=False).returncode
-
-
-def _initial_model(run: RunDir, recipe: Recipe) -> str:
-    """Return the folder of the run's initial model; "" for a hub model, and in a pod, whose environment says where it is.
-    Raises `FieldError` if it is gone from the cache."""
-    if "PIPELINERL_MODEL_CACHE" in os.environ:
-        return ""
-    if not is_built(recipe.model):
-        folder = model_folder(recipe.model)
-        return "" if folder is None else str(folder.resolve())
-    cache = run.path if recipe.model.source == "checkpoint" else cache_folder(os.environ)
-    folder = built_folder(recipe, run.name, cache / "models")
-    if not is_complete(folder):
-        fix = f"its initial model is no longer at {folder}; start any run of this recipe, which builds it again"
-        raise FieldError("RUN", str(run.path), fix)
-    return str(folder)

@@ -197,9 +197,6 @@ def _as_tensor(raw: Tensor, spec: ParameterSpec, manifest: Manifest) -> Tensor:
 
 # --- Reusable memory, and prefetching ----------------------------------------------------------------------------------
 
-_HELD_BY_NOBODY = 2
-"""Value of `sys.getrefcount` for an unused array: one reference from the list, and one from the function's own argument."""
-
 
 class ReusedMemory:
     """Host memory that is reused once no tensor refers to it, because allocating new pages takes longer than filling them.
@@ -216,7 +213,8 @@ class ReusedMemory:
     def take(self, num_bytes: int) -> Tensor:
         """Return uint8[num_bytes], contents undefined."""
         for index in range(len(self._buffers)):
-            if sys.getrefcount(self._buffers[index]) == _HELD_BY_NOBODY and self._buffers[index].nbytes >= num_bytes:
+            # An unused array has 2 references: from the list, and from the function's own argument.
+            if sys.getrefcount(self._buffers[index]) == 2 and self._buffers[index].nbytes >= num_bytes:
                 return torch.from_numpy(self._buffers[index])[:num_bytes]
         buffer = np.empty(num_bytes, np.uint8)
         self._buffers.append(buffer)

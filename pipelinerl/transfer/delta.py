@@ -144,7 +144,8 @@ def _encode(old: Tensor, new: Tensor) -> bytes:
     if num_changed <= new.numel() // 4:
         positions = difference.nonzero().squeeze(1)
         gaps, difference = _gaps(positions.cpu().numpy()), difference[positions]
-    packed = _ZSTD.compress(np.concatenate((gaps, _planes(difference.cpu().numpy()))), asbytes=True)
+    planes = difference.cpu().numpy().view(np.uint8).reshape(-1, difference.itemsize).T.ravel()  # all lowest bytes first
+    packed = _ZSTD.compress(np.concatenate((gaps, planes)), asbytes=True)
     return _SIZES.pack(len(difference), len(gaps)) + packed
 
 
@@ -158,7 +159,7 @@ def _decode(body: Bytes, into: _Words) -> None:
         raise ValueError(f"claims {num_words} words in {num_gaps} bytes of gaps, which {into.size} words cannot have")
     packed, num_bytes = pyarrow.py_buffer(body[_SIZES.size :]), num_gaps + num_words * into.itemsize
     raw = np.frombuffer(_ZSTD.decompress(packed, num_bytes), np.uint8)
-    words, positions = _from_planes(raw[num_gaps:], into.dtype), _positions(raw[:num_gaps])
+    words, positions = raw[num_gaps:].reshape(into.itemsize, -1).T.ravel().view(into.dtype), _positions(raw[:num_gaps])
     if not num_gaps and num_words == into.size:
         into ^= words
     elif len(positions) == num_words and positions[-1] < into.size:
@@ -181,12 +182,3 @@ def _positions(gaps: Bytes) -> _Words:
     """Return the ascending positions, int64[n], of which `gaps` is the code."""
     ends = np.flatnonzero(gaps != _SKIP)
     return np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
-
-
-def _planes(words: _Words) -> Bytes:
-    """Return the lowest bytes of all words, then the next ones, and so on."""
-    return words.view(np.uint8).reshape(-1, words.itemsize).T.ravel()
-
-
-def _from_planes(planes: Bytes, dtype: np.dtype[Any]) -> _Words:
-    return planes.reshape(dtype.itemsize, -1).T.ravel().view(dtype)

@@ -227,10 +227,9 @@ class GroupStore:
 class WeightGroup:
     """An open group. Use it from one thread at a time, and always close it. Tensors must be in the memory of `placement`."""
 
-    def __init__(self, spec: GroupSpec, transport: Transport, store: TCPStore, placement: Placement) -> None:
+    def __init__(self, spec: GroupSpec, transport: Transport, placement: Placement) -> None:
         self.spec, self.placement = spec, placement
         self._transport: Transport | None = transport
-        self._store: TCPStore | None = store
 
     @classmethod
     def connect(
@@ -247,44 +246,39 @@ class WeightGroup:
         `patience_s`, for rank 0: maximum wait for the next rank after one has checked in. Raises DeadlineExceeded if ranks are
         missing after `timeout_s`, TransferAborted if the meeting was given up, and GroupFailed if the store is unreachable.
         """
-        stop = given_up or threading.Event()
+        stop, deadline = given_up or threading.Event(), time.monotonic() + timeout_s
+
+        def join() -> WeightGroup:
+            try:
+                store = open_store(spec, timeout_s)
+                meeting = PrefixStore(spec.name, store)
+                if spec.rank == 0:
+                    kept = _wait_for_all(spec, meeting, timeout_s, stop, patience_s)
+                else:
+                    kept = _check_in(spec, meeting, deadline, stop)
+                left = _time_until(deadline)
+                store.set_timeout(left)
+                transport: Transport
+                if spec.backend == "nccl":
+                    transport = NcclTransport(meeting, spec.rank, spec.world, left.total_seconds(), placement, stop)
+                else:
+                    transport = GlooTransport(spec, meeting, left)
+                return cls(replace(spec, kept=kept), transport, placement)
+            # torch's DistError family and Gloo's own are RuntimeErrors
+            except (RuntimeError, ValueError, TypeError, OSError) as error:
+                if isinstance(error, TimeoutError) or time.monotonic() >= deadline - 0.05 * timeout_s:
+                    raise DeadlineExceeded(spec.name, f"connecting {spec.world} ranks", timeout_s) from error
+                raise GroupFailed(spec.name, f"cannot be built: {error}") from error
+
         # On a thread, because torch waits for a store whose host is gone as long as TCP does.
-        meet = partial(cls._join, spec, timeout_s, stop, placement, patience_s)
-        meeting = on_thread(f"meet-{spec.name}", meet)
-        latest = time.monotonic() + timeout_s + _LET_GO_S
+        meeting = on_thread(f"meet-{spec.name}", join)
         while not wait([meeting], _LET_GO_S).done:
-            if stop.is_set() or time.monotonic() >= latest:
+            if stop.is_set() or time.monotonic() >= deadline + _LET_GO_S:
                 meeting.add_done_callback(close_when_met)
                 if stop.is_set():
                     raise TransferAborted(f"forming {spec.name} was abandoned")
                 raise DeadlineExceeded(spec.name, "an answer from the store", timeout_s)
         return meeting.result()
-
-    @classmethod
-    def _join(
-        cls, spec: GroupSpec, timeout_s: float, given_up: threading.Event, placement: Placement, patience_s: float | None
-    ) -> WeightGroup:
-        deadline = time.monotonic() + timeout_s
-        try:
-            store = open_store(spec, timeout_s)
-            meeting = PrefixStore(spec.name, store)
-            if spec.rank == 0:
-                kept = _wait_for_all(spec, meeting, timeout_s, given_up, patience_s)
-            else:
-                kept = _check_in(spec, meeting, deadline, given_up)
-            left = _time_until(deadline)
-            store.set_timeout(left)
-            transport: Transport
-            if spec.backend == "nccl":
-                transport = NcclTransport(meeting, spec.rank, spec.world, left.total_seconds(), placement, given_up)
-            else:
-                transport = GlooTransport(spec, meeting, left)
-            return cls(replace(spec, kept=kept), transport, store, placement)
-        # torch's DistError family and Gloo's own are RuntimeErrors
-        except (RuntimeError, ValueError, TypeError, OSError) as error:
-            if isinstance(error, TimeoutError) or time.monotonic() >= deadline - 0.05 * timeout_s:
-                raise DeadlineExceeded(spec.name, f"connecting {spec.world} ranks", timeout_s) from error
-            raise GroupFailed(spec.name, f"cannot be built: {error}") from error
 
     def first_chunk(self, content: str) -> int:
         """Return the index of the first chunk of this content that some receiver lacks."""
@@ -306,7 +300,7 @@ class WeightGroup:
 
     def close(self) -> None:
         """Leave the group. Ranks that wait for this one fail at once. May be called again. Waits only for NCCL to end."""
-        transport, self._transport, self._store = self._transport, None, None
+        transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
 

@@ -202,8 +202,7 @@ class Manifest:
         except FieldError as error:
             raise MessageError(KIND, error.field, str(error)) from error
         if manifest.manifest_id != manifest_id:
-            problem = f"{manifest_id} is not the id of its content, {manifest.manifest_id}"
-            raise MessageError(KIND, "manifest_id", problem)
+            raise MessageError(KIND, "manifest_id", f"{manifest_id} is not the id of its content, {manifest.manifest_id}")
         return manifest
 
 

@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -30,11 +29,10 @@ from pipelinerl.bus.link import bus_errors, is_stream_full
 from pipelinerl.bus.protocol import Subjects
 from pipelinerl.bus.reader import OrderedReader, stored_messages
 from pipelinerl.errors import BusError, FieldError, TransferError, first_line
-from pipelinerl.run_dir import sync_folder
+from pipelinerl.run_dir import sync_path
 from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import retry_forever
-from pipelinerl.transfer.delta import LogDamaged
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -44,7 +42,6 @@ STALL_S = 60.0
 PIECE_BYTES = 8 * 2**20
 _MESSAGE_BYTES, _MESSAGES_AHEAD = 128 * 1024, 32
 """A reader holds at most 4 MiB of messages, so that pings and control messages are not late on a slow link."""
-_KEY = re.compile(r"[\w=-][\w=.-]*(/[\w=-][\w=.-]*)*", re.ASCII)
 _Result = TypeVar("_Result")
 _Parts = Iterable[bytes | memoryview]
 
@@ -58,7 +55,7 @@ class ObjectMissing(TransferError):
 
     def __init__(self, key: str, place: str) -> None:
         self.key = key
-        super().__init__(f"weight log at {place}: there is no object {key}")
+        super().__init__(f"{place}: there is no object {key}")
 
 
 class LogStore(Protocol):
@@ -71,8 +68,8 @@ class LogStore(Protocol):
         one, and may finish the object after a cancellation."""
         ...
 
-    def get(self, key: str, max_bytes: int) -> AsyncGenerator[bytes, None]:
-        """Yield the pieces of an object. Raises `ObjectMissing`, and `LogDamaged` if it has more than `max_bytes`."""
+    def get(self, key: str) -> AsyncGenerator[bytes, None]:
+        """Yield the pieces of an object, of any size. Raises `ObjectMissing`."""
         ...
 
     async def keys(self, prefix: str) -> list[str]:
@@ -93,7 +90,7 @@ async def open_store(url: str, bus: Bus) -> AsyncIterator[LogStore]:
     if url == NATS:
         yield BucketStore(bus)
     elif rest and scheme in ("file", "s3", "gs"):
-        opening = partial(_watched, place, lambda _: open_files("weights.log", url, place))
+        opening = partial(watched, place, lambda _: open_files("weights.log", url, place))
         opened = await retry_forever(opening, "open weights.log", retried=lambda error: isinstance(error, StoreError))
         yield FileStore(*opened, place)
     else:
@@ -111,10 +108,10 @@ def open_files(field: str, url: str, place: str) -> tuple[FileSystem, str]:
     return files, root.rstrip("/")
 
 
-async def _watched(place: str, work: Callable[[Callable[[], None]], _Result]) -> _Result:
-    """Run `work` on a thread; it calls its argument after each step. Raises `StoreError` for its OSErrors, and after `STALL_S`
-    without a step. The thread then goes on until the store answers it, as it does after a cancellation."""
-    stepped_s = time.monotonic()
+async def watched(place: str, work: Callable[[Callable[[], None]], _Result], stall_s: float | None = None) -> _Result:
+    """Run `work` on a thread; it calls its argument after each step. Raises `StoreError` for its OSErrors, and after `stall_s`
+    seconds (None = `STALL_S`) without a step. The thread then goes on until the store answers it, as after a cancellation."""
+    stepped_s, limit_s = time.monotonic(), STALL_S if stall_s is None else stall_s
 
     def step() -> None:
         nonlocal stepped_s
@@ -124,15 +121,46 @@ async def _watched(place: str, work: Callable[[Callable[[], None]], _Result]) ->
         try:
             return work(step)
         except OSError as error:
-            raise StoreError(f"weight log at {place}: {without_secrets(first_line(error), os.environ)}") from None
+            raise StoreError(f"{place}: {without_secrets(first_line(error), os.environ)}") from None
 
     future = asyncio.wrap_future(on_thread("weight-log", run))
     future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting any more
     while not future.done():
-        if (left_s := stepped_s + STALL_S - time.monotonic()) <= 0:
-            raise StoreError(f"weight log at {place}: no progress for {STALL_S:g} s")
+        if (left_s := stepped_s + limit_s - time.monotonic()) <= 0:
+            raise StoreError(f"{place}: no progress for {limit_s:g} s")
         await asyncio.wait({future}, timeout=left_s)
     return future.result()
+
+
+def write_object(files: FileSystem, path: str, parts: _Parts, step: Callable[[], None] = lambda: None) -> tuple[int, bytes]:
+    """Write an object durably and as a whole, and call `step` after each piece. Return its bytes and SHA-256."""
+    num_bytes, sha256, is_local = 0, hashlib.sha256(), files.type_name == "local"
+    folder, _, name = path.rpartition("/")
+    target = f"{folder}/.{name}.{os.getpid()}" if is_local else path  # object stores write atomically
+    if is_local:
+        files.create_dir(folder)
+    stream = files.open_output_stream(target)
+    try:
+        for part in parts:
+            for start in range(0, len(part), PIECE_BYTES):
+                piece = memoryview(part)[start : start + PIECE_BYTES]
+                stream.write(piece)
+                sha256.update(piece)
+                num_bytes += len(piece)
+                if len(piece) == PIECE_BYTES:
+                    stream.flush()  # pyarrow would otherwise queue any number of bytes for S3
+                step()
+        stream.close()
+    except BaseException:
+        with suppress(OSError):
+            stream.close()  # completes the object unless its upload failed; pyarrow cannot abort
+            files.delete_file(target)
+        raise
+    if is_local:
+        sync_path(Path(target))
+        files.move(target, path)
+        sync_path(Path(folder))
+    return num_bytes, sha256.digest()
 
 
 class FileStore:
@@ -142,58 +170,24 @@ class FileStore:
         self._files, self._root, self.place = files, root, place
 
     async def put(self, key: str, parts: _Parts) -> tuple[int, bytes]:
-        return await _watched(self.place, partial(self._put, self._path(key), parts))
+        return await watched(self.place, partial(write_object, self._files, f"{self._root}/{key}", parts))
 
-    def _put(self, path: str, parts: _Parts, step: Callable[[], None]) -> tuple[int, bytes]:
-        num_bytes, sha256, is_local = 0, hashlib.sha256(), self._files.type_name == "local"
-        folder, _, name = path.rpartition("/")
-        target = f"{folder}/.{name}.{os.getpid()}" if is_local else path  # object stores write atomically
-        if is_local:
-            self._files.create_dir(folder)
-        stream = self._files.open_output_stream(target)
-        try:
-            for part in parts:
-                for start in range(0, len(part), PIECE_BYTES):
-                    piece = memoryview(part)[start : start + PIECE_BYTES]
-                    stream.write(piece)
-                    sha256.update(piece)
-                    num_bytes += len(piece)
-                    if len(piece) == PIECE_BYTES:
-                        stream.flush()  # pyarrow would otherwise queue any number of bytes for S3
-                    step()
-            stream.close()
-        except BaseException:
-            with suppress(OSError):
-                stream.close()  # completes the object unless its upload failed; pyarrow cannot abort
-                self._files.delete_file(target)
-            raise
-        if is_local:
-            with open(target, "rb+") as file:
-                os.fsync(file.fileno())
-            self._files.move(target, path)
-            sync_folder(Path(folder))
-        return num_bytes, sha256.digest()
-
-    async def get(self, key: str, max_bytes: int) -> AsyncGenerator[bytes, None]:
-        path, num_bytes = self._path(key), 0
-
+    async def get(self, key: str) -> AsyncGenerator[bytes, None]:
         def read(make: Callable[[], _Result], _: object) -> _Result:
             try:
                 return make()
             except FileNotFoundError:
                 raise ObjectMissing(key, self.place) from None
 
-        stream = await _watched(self.place, partial(read, lambda: self._files.open_input_stream(path)))
-        while piece := await _watched(self.place, partial(read, lambda: stream.read(PIECE_BYTES))):
-            num_bytes += len(piece)
-            _check_size(key, num_bytes, max_bytes)
+        stream = await watched(self.place, partial(read, lambda: self._files.open_input_stream(f"{self._root}/{key}")))
+        while piece := await watched(self.place, partial(read, lambda: stream.read(PIECE_BYTES))):
             yield piece
 
     async def keys(self, prefix: str) -> list[str]:
         from pyarrow.fs import FileSelector
 
-        selector = FileSelector(self._path(prefix), recursive=True, allow_not_found=True)
-        found = await _watched(self.place, lambda _: self._files.get_file_info(selector))
+        selector = FileSelector(f"{self._root}/{prefix}", recursive=True, allow_not_found=True)
+        found = await watched(self.place, lambda _: self._files.get_file_info(selector))
         return [info.path.removeprefix(f"{self._root}/") for info in found if info.is_file]
 
     async def delete(self, key: str) -> None:
@@ -201,12 +195,7 @@ class FileStore:
             with suppress(FileNotFoundError):
                 self._files.delete_file(f"{self._root}/{key}")  # also remains, whose names are no keys
 
-        await _watched(self.place, delete)
-
-    def _path(self, key: str) -> str:
-        if not _KEY.fullmatch(key):
-            raise LogDamaged(key, "key", "must be names of letters, digits, dashes and dots, separated by slashes")
-        return f"{self._root}/{key}"
+        await watched(self.place, delete)
 
 
 class BucketStore:
@@ -240,10 +229,8 @@ class BucketStore:
             raise
         return info.size or 0, base64.urlsafe_b64decode((info.digest or "").removeprefix("SHA-256="))
 
-    async def get(self, key: str, max_bytes: int) -> AsyncGenerator[bytes, None]:
+    async def get(self, key: str) -> AsyncGenerator[bytes, None]:
         info, num_bytes = await self._info(key), 0
-        size = info.size if isinstance(info.size, int) else max_bytes + 1
-        _check_size(key, size, max_bytes)
         with _store_errors(f"reading {key} from {self._stream}"):
             async with OrderedReader(
                 self._connection,
@@ -253,7 +240,7 @@ class BucketStore:
                 from_position=1,
                 read_ahead=_MESSAGES_AHEAD,
             ) as reader:
-                while num_bytes < size:
+                while num_bytes < (info.size or 0):
                     try:
                         async with asyncio.timeout(self._connection.request_timeout_s):
                             piece = await anext(reader)
@@ -312,11 +299,6 @@ def _store_errors(action: str) -> Iterator[None]:
             yield
     except BusError as error:
         raise StoreError(f"weight log: {error}") from error
-
-
-def _check_size(key: str, num_bytes: int, max_bytes: int) -> None:
-    if num_bytes > max_bytes:
-        raise LogDamaged(key, "bytes", f"are more than {max_bytes}")
 
 
 class _Reading(io.RawIOBase):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from functools import partial
@@ -38,6 +39,8 @@ from pipelinerl.v1.control_pb2 import LogObject, Published
 _ANCHOR, _DELTA = "anchor.safetensors", "delta"
 CHAINS_KEPT = 2
 _SHA256_BYTES = 32
+_KEY = re.compile(r"[\w=-][\w=.-]*(/[\w=-][\w=.-]*)*", re.ASCII)
+"""Keys that lead out of no store's folder."""
 _Result = TypeVar("_Result")
 
 
@@ -58,7 +61,6 @@ class WeightLog:
         self._store, self._manifest, self._prefix, self._placement = store, manifest, prefix, placement
         self._anchor_every, self._keep_all = anchor_every, keep_all
         self._chains: list[list[LogObject]] = []
-        """Each chain has an anchor and the deltas after it."""
         self._newest: tuple[PolicyVersion, Tensor] | None = None
         self._has_old = True
         """True if the store may hold objects of chains that are no longer kept."""
@@ -116,13 +118,10 @@ class Replica:
     stream has none. Use one call at a time."""
 
     def __init__(self, store: LogStore, manifest: Manifest, folder: Path) -> None:
-        self._store, self._manifest, self._folder = store, manifest, folder
+        self._store, self._manifest, self._folder, self._path = store, manifest, folder, folder / "stream"
         self.version: PolicyVersion | None = None
         self.fetched_bytes = 0
-        """Bytes of all downloads."""
         self._stream: Bytes | None = None
-        self._compared: PolicyVersion | None = None
-        """The last version whose SHA-256 was the announced one."""
 
     async def bring_to(self, published: Published) -> Path:
         """Bring the stream to the announced version, and return its file of `manifest.total_bytes` bytes.
@@ -137,13 +136,8 @@ class Replica:
             known = next((index for index, one in enumerate(objects, 1) if one.version == self.version.number), 0)
         for one in objects[known:]:
             await self._apply(one, PolicyVersion(version.incarnation, one.version))
-        if self._compared != version:
-            await self._compare(version, published.sha256)
+        await self._compare(version, published.sha256)
         return self._path
-
-    @property
-    def _path(self) -> Path:
-        return self._folder / "stream"
 
     def _check(self, published: Published, version: PolicyVersion) -> None:
         name, objects = f"announcement of {version}", published.objects
@@ -153,6 +147,9 @@ class Replica:
         if not versions or versions != sorted(set(versions)) or versions[-1] != version.number:
             raise LogDamaged(name, "objects", f"have the versions {versions}, which must ascend to {version.number}")
         for index, one in enumerate(objects):
+            if not _KEY.fullmatch(one.key):
+                fix = "must be names of letters, digits, dashes and dots, separated by slashes"
+                raise LogDamaged(name, f"objects[{index}].key", f"is {one.key!r}, but {fix}")
             if one.key.endswith(_ANCHOR) != (index == 0) or len(one.sha256) != _SHA256_BYTES:
                 raise LogDamaged(name, f"objects[{index}]", f"has the key {one.key} and {len(one.sha256)} bytes of SHA-256")
             if one.bytes > (most := largest_object(self._manifest)):
@@ -169,10 +166,12 @@ class Replica:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
-                async with aclosing(self._store.get(one.key, one.bytes)) as pieces:
+                async with aclosing(self._store.get(one.key)) as pieces:
                     async for piece in pieces:
                         await _on_thread(partial(take, file, piece))
                         self.fetched_bytes += len(piece)
+                        if file.tell() > one.bytes:
+                            break
                 num_bytes = file.tell()
             for field, found, announced in (("bytes", num_bytes, one.bytes), ("sha256", sha256.digest(), one.sha256)):
                 if found != announced:
@@ -189,7 +188,7 @@ class Replica:
         path = await self._download(one)
         try:
             data, stream = np.memmap(path, np.uint8, "r"), self._mapped()
-            before, self.version, self._compared = self.version, None, None
+            before, self.version = self.version, None
             if one.key.endswith(_ANCHOR):
                 steps = decode_anchor(self._manifest, after, data, stream, one.key)
             else:
@@ -208,7 +207,7 @@ class Replica:
             await _on_thread(partial(sha256.update, stream[chunk.offset : chunk.offset + chunk.num_bytes].data))
         if sha256.digest() != expected_sha256:
             raise LogDamaged(f"version {version}", "sha256", f"is {sha256.hexdigest()}, announced {expected_sha256.hex()}")
-        self.version = self._compared = version
+        self.version = version
 
     def _mapped(self) -> Bytes:
         if self._stream is None:

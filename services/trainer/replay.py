@@ -7,11 +7,11 @@ code as in the run: `PolicyTrainer.prepare` and `step`. With overrides, the same
 
 from __future__ import annotations
 
-import argparse
+import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,18 @@ ONE_RANK = ("trainer.nproc=1", "trainer.shard_ranks=0", "trainer.context_paralle
 
 
 @dataclass(frozen=True)
+class Options:
+    """Options of `pipelinerl replay`, and those of `rollback`: `checkpoint` and the version `last`. They are passed as JSON."""
+
+    first: int | None = None
+    last: int | None = None
+    overrides: Sequence[str] = ()
+    tokens: bool = False
+    most: int = 4
+    checkpoint: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """The steps after `version` up to `last`. `folder` has a checkpoint of `version`; None = begin with the initial model.
     Steps from `first` on are compared with `known`, the run's digests. `begin`: the first step to compute."""
@@ -65,11 +77,11 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 def nearest_start(run_dir: Path, first: int) -> tuple[int, Path | None]:
     """Return the newest version before step `first` that a checkpoint holds, with its folder; 0 and None if there is none."""
-    versions = {version: path.parent for version, path in resumable(run_dir).items() if version < first}
-    return (max(versions), versions[max(versions)]) if versions else (0, None)
+    earlier = ((version, path.parent) for version, path in resumable(run_dir).items() if version < first)
+    return max(earlier, default=(0, None))
 
 
-def plan_of(args: argparse.Namespace, run_dir: Path) -> Plan:
+def plan_of(args: Options, run_dir: Path) -> Plan:
     """Return the plan for the user's range or, with `args.checkpoint`, for version `args.last`. Steps that a restart undid
     and that were not repeated are left out. Raises `FieldError` if a step is not recorded, `ServiceError` if it is damaged."""
     known = digests(run_dir)
@@ -97,7 +109,7 @@ def recipe_of(step: RecordedStep, overrides: Sequence[str]) -> Recipe:
     return recipe_from_data(dict(step.about["recipe"]), f"the recipe of step {step.step}", overrides)
 
 
-def replay(settings: TrainerSettings, ranks: RankSettings, args: argparse.Namespace, plan: Plan) -> int:
+def replay(settings: TrainerSettings, ranks: RankSettings, args: Options, plan: Plan) -> int:
     """Rank 0: take the steps and print a line for each. Return 1 if a digest differs although nothing was overridden. With
     `args.checkpoint`, write a checkpoint of the last version if none differs."""
     run_dir, step = settings.run_dir, plan.begin
@@ -185,21 +197,9 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"note: {name} was {then.get(name)!r} in the run, and is {value!r} {here}" for name, value in changed.items()]
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m services.trainer.replay", description=__doc__)
-    parser.add_argument("--from", dest="first", type=int)
-    parser.add_argument("--to", dest="last", type=int)
-    parser.add_argument("--checkpoint", action="store_true")
-    parser.add_argument("--tokens", action="store_true")
-    parser.add_argument("--most", type=int, default=4)
-    parser.add_argument("--set", dest="overrides", action="append", default=[])
-    args = parser.parse_args()
-    args.overrides += ONE_RANK if args.tokens else ()
-    return args
-
-
 def main() -> int:
-    args, ranks, codes = _arguments(), RankSettings(), list[int | None]()
+    args, ranks, codes = Options(**json.loads(sys.argv[1])), RankSettings(), list[int | None]()
+    args = replace(args, overrides=[*args.overrides, *(ONE_RANK if args.tokens else ())])
     logging.getLogger().setLevel(logging.ERROR)
 
     def work() -> None:

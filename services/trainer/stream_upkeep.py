@@ -36,7 +36,6 @@ class StreamUpkeep:
     ) -> None:
         self._bus, self._tracker, self._intake = bus, tracker, intake
         self._recorder, self._checkpoints = recorder, checkpoints
-        self._purged_below = 1
         self._gone: dict[str, tuple[float, int]] = {}
         """For each group that left PROMPTS: when this was noticed (event loop's clock), and where SEQUENCES ended then."""
 
@@ -68,9 +67,8 @@ class StreamUpkeep:
         # Keep the messages that a resume from any kept checkpoint reads; if the log fills up, only from the newest.
         positions = self._checkpoints.positions.values()
         readable_from = (max(positions) if filling else min(positions)) + 1 if positions else 1
-        if readable_from > self._purged_below:
+        if readable_from > sequences.first_position:
             await self._bus.purge_sequences(readable_from)
-            self._purged_below = readable_from
 
     async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
         """Fail the missing samples of lost groups. An actor stores all sequences of a group before its acknowledgement removes

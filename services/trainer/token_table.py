@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelinerl.messages.sequences import Branch, Sequence
+from pipelinerl.messages.sequences import Branch
 from pipelinerl.service.logs import printable
 from services.trainer.data.recording import RecordedStep
 from services.trainer.learn.batch import host_microbatch
@@ -30,8 +30,17 @@ def token_table(policy: PolicyTrainer, step: RecordedStep, most: int) -> Iterato
                 rows.append((float(np.abs(values[0]).max(initial=0.0)), sequence, branch, advantage, values))
     rows.sort(key=lambda row: -row[0])
     yield f"step {step.step}: {len(rows)} branches; the {min(most, len(rows))} with the largest |log π − log μ| of a token"
-    for _, sequence, branch, advantage, values in rows[:most]:
-        yield from _branch_lines(policy, sequence, branch, advantage, values, step.step - 1)
+    for _, sequence, branch, advantage, (log_weights, clipped, masked, entropy) in rows[:most]:
+        yield ""
+        yield f"{sequence.sequence_id}  reward {sequence.reward:g}  advantage {advantage:+.4g}  actor {sequence.actor or '-'}"
+        yield f"  {'place':>5} {'π/μ':>9} {'log μ':>9} {'lag':>4} {'entropy':>8}  {'':13} token"
+        places = ((span, place) for span in branch.spans for place in range(span.start, span.end))
+        for at, (span, place) in enumerate(places):
+            text = policy.tokenizer.decode([int(branch.completion_token_ids[place])])
+            marks = " ".join(name for name, is_so in (("clipped", clipped[at]), ("masked", masked[at])) if is_so)
+            figures = f"{math.exp(log_weights[at]):9.4f} {branch.behaviour_logprobs[at]:9.4f} {step.step - 1 - span.version:4}"
+            shown = printable(repr(str(text))[1:-1])[:_TEXT_CHARACTERS]
+            yield f"  {place:>5} {figures} {entropy[at]:8.4f}  {marks:13} {shown}"
 
 
 def token_values(learner: Learner, branch: Branch, advantage: float, version: int) -> NDArray[np.float32]:
@@ -42,21 +51,3 @@ def token_values(learner: Learner, branch: Branch, advantage: float, version: in
     with torch.no_grad():
         values, _ = learner.microbatch(host.on(learner.policy.device))
     return np.asarray(values[:4].cpu())
-
-
-def _branch_lines(
-    policy: PolicyTrainer, sequence: Sequence, branch: Branch, advantage: float, values: NDArray[np.float32], version: int
-) -> Iterator[str]:
-    log_weights, clipped, masked, entropy = values
-    yield ""
-    yield f"{sequence.sequence_id}  reward {sequence.reward:g}  advantage {advantage:+.4g}  actor {sequence.actor or '-'}"
-    yield f"  {'place':>5} {'π/μ':>9} {'log μ':>9} {'lag':>4} {'entropy':>8}  {'':13} token"
-    at = 0
-    for span in branch.spans:
-        for place in range(span.start, span.end):
-            text = policy.tokenizer.decode([int(branch.completion_token_ids[place])])
-            marks = " ".join(name for name, is_so in (("clipped", clipped[at]), ("masked", masked[at])) if is_so)
-            figures = f"{math.exp(log_weights[at]):9.4f} {branch.behaviour_logprobs[at]:9.4f} {version - span.version:4}"
-            shown = printable(repr(str(text))[1:-1])[:_TEXT_CHARACTERS]
-            yield f"  {place:>5} {figures} {entropy[at]:8.4f}  {marks:13} {shown}"
-            at += 1

@@ -43,8 +43,8 @@ async def opened(server: NatsServer, folder: Path, **options: object) -> AsyncIt
         yield await store(TRAINER), await store(ACTOR)
 
 
-async def content(store: LogStore, key: str, max_bytes: int = 10**9) -> bytes:
-    return b"".join([piece async for piece in store.get(key, max_bytes)])
+async def content(store: LogStore, key: str) -> bytes:
+    return b"".join([piece async for piece in store.get(key)])
 
 
 async def bucket_bytes(store: LogStore) -> int:
@@ -114,7 +114,7 @@ async def test_a_full_bucket_names_its_limit_and_has_room_after_a_deletion(serve
 async def test_an_object_deleted_while_it_is_read_is_missing(server: NatsServer, tmp_path: Path) -> None:
     async with opened(server, tmp_path, request_timeout_s=2.0) as (trainer, actor):
         await trainer.put("w/1", [b"x" * 20_000_000])
-        pieces = actor.get("w/1", 20_000_000)
+        pieces = actor.get("w/1")
         await anext(pieces)
         await trainer.delete("w/1")
         with pytest.raises(ObjectMissing, match="w/1"):

@@ -22,7 +22,7 @@ from pyarrow.fs import FileSelector, FileSystem
 from pipelinerl.errors import FieldError
 from pipelinerl.service.retry import Backoff
 from pipelinerl.transfer import stores
-from pipelinerl.transfer.stores import LogDamaged, LogStore, ObjectMissing, StoreError, open_store
+from pipelinerl.transfer.stores import LogStore, ObjectMissing, StoreError, open_store
 from pipelinerl.transfer.weight_log import Replica, WeightLog
 from services.trainer.checkpoint import store as uploads
 from services.trainer.checkpoint.store import LATEST, MANIFEST
@@ -138,14 +138,9 @@ async def test_what_a_server_does_costs_retries_and_a_model_is_there_whole_or_no
     assert await asyncio.to_thread(fetched, f"{ROOT}/{LATEST}", tmp_path / "a") == (f"{ROOT}/step-4", {"config.json": b"4"})
     assert (await asyncio.to_thread(fetched, f"{ROOT}/step-2", tmp_path / "b"))[1] == LARGE
 
-    command = [
-        sys.executable,
-        "-m",
-        "services.trainer.checkpoint.store",
-        str(model(tmp_path / "large", LARGE)),
-        f"{ROOT}/step-2",
-    ]
-    with subprocess.Popen(command) as uploader:  # over what is there, and killed in the middle
+    paths = f"Path({str(model(tmp_path / 'large', LARGE))!r}), {f'{ROOT}/step-2'!r}"
+    uploads_again = f"from pathlib import Path; from services.trainer.checkpoint.store import put_model; put_model({paths})"
+    with subprocess.Popen([sys.executable, "-c", uploads_again]) as uploader:  # over what is there, and killed in the middle
         store, root = FileSystem.from_uri(f"{ROOT}/step-2")
         while b"null" not in store.open_input_stream(f"{root}/{MANIFEST}").read():
             await asyncio.sleep(0.01)
@@ -159,8 +154,8 @@ async def test_what_a_server_does_costs_retries_and_a_model_is_there_whole_or_no
 LOG = "s3://models/team/log"
 
 
-async def content(store: LogStore, key: str, max_bytes: int = 10**9) -> bytes:
-    return b"".join([piece async for piece in store.get(key, max_bytes)])
+async def content(store: LogStore, key: str) -> bytes:
+    return b"".join([piece async for piece in store.get(key)])
 
 
 @pytest.mark.timeout(300)
@@ -181,8 +176,6 @@ async def test_the_weight_log_is_read_bit_for_bit_and_no_half_object_is_visible(
         whole = os.urandom(30_000_000)
         assert (await store.put("w/whole", [whole[:11], memoryview(whole)[11:]]))[0] == len(whole)
         assert await content(reading, "w/whole") == whole
-        with pytest.raises(LogDamaged, match="w/whole: bytes are more than 20000000"):
-            await content(reading, "w/whole", 20_000_000)
         await store.delete("w/whole")
         await store.delete("w/whole")
         assert await store.keys("w") == []

@@ -81,9 +81,9 @@ class Unreliable:
         await self._checked()
         return await self._store.put(key, parts)
 
-    async def get(self, key: str, max_bytes: int) -> AsyncIterator[bytes]:
+    async def get(self, key: str) -> AsyncIterator[bytes]:
         await self._checked()
-        async for piece in self._store.get(key, max_bytes):
+        async for piece in self._store.get(key):
             yield piece
 
     async def keys(self, prefix: str) -> Any:

@@ -1,6 +1,7 @@
 """A recorded step is the same batch again, to the bit, and a damaged or missing record is refused."""
 
 import dataclasses
+import json
 from argparse import Namespace
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -22,7 +23,7 @@ from services.trainer.data.recording import RecordedStep, read_step, recorded_fi
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
-from services.trainer.replay import digests, line, nearest_start, plan_of, verdict
+from services.trainer.replay import Options, digests, line, nearest_start, plan_of, verdict
 from tests.support.learner import EPISODES, episodes_of, group_of, model_of, sequences_of
 from tests.unit.builders import model_folder
 
@@ -117,7 +118,7 @@ def test_a_record_whose_metadata_or_columns_were_edited_is_refused(tmp_path: Pat
     ],
 )
 def test_the_range_is_what_was_recorded_and_begins_at_a_checkpoint(tmp_path: Path, options: Any, expected: Any) -> None:
-    plan = plan_of(computed(**options), recorded(tmp_path))
+    plan = plan_of(Options(**options), recorded(tmp_path))
     assert (plan.first, plan.last, plan.version, plan.begin.step) == (*expected, plan.version + 1)
 
 
@@ -136,12 +137,12 @@ def test_the_range_is_what_was_recorded_and_begins_at_a_checkpoint(tmp_path: Pat
 )
 def test_a_range_that_was_not_recorded_is_refused_with_the_one_that_was(tmp_path: Path, options: Any, says: str) -> None:
     with pytest.raises(FieldError, match="record: true"):
-        plan_of(computed(**options), tmp_path)
+        plan_of(Options(**options), tmp_path)
     recorded(tmp_path)
     if options.get("last") == 9:
         write_step(tmp_path, RecordedStep(10, batch(), ABOUT))
     with pytest.raises(FieldError, match=says):
-        plan_of(computed(**options), tmp_path)
+        plan_of(Options(**options), tmp_path)
 
 
 def recorded(run_dir: Path) -> Path:
@@ -151,10 +152,6 @@ def recorded(run_dir: Path) -> Path:
     (run_dir / "checkpoints" / "step-2" / "resume").mkdir(parents=True)
     (run_dir / "checkpoints" / "step-2" / "resume" / "run.json").write_text("{}")
     return run_dir
-
-
-def computed(**options: Any) -> Namespace:
-    return Namespace(**{"first": None, "last": None, "tokens": False, "checkpoint": False, "overrides": []} | options)
 
 
 def test_the_replay_begins_at_the_newest_checkpoint_before_the_first_step(tmp_path: Path) -> None:
@@ -177,9 +174,9 @@ def test_digests_are_those_of_steps_that_count(tmp_path: Path) -> None:
     assert digests(tmp_path) == {0: "zero", 1: "one", 2: "two"}
     for step in (1, 2, 3):  # step 3 was undone, and not taken again
         write_step(tmp_path, RecordedStep(step, batch(), ABOUT))
-    assert plan_of(computed(), tmp_path).last == 2
+    assert plan_of(Options(), tmp_path).last == 2
     (tmp_path / "ledger.jsonl").write_text("")
-    assert plan_of(computed(), tmp_path).last == 3, "without digests, the figures can still be compared"
+    assert plan_of(Options(), tmp_path).last == 3, "without digests, the figures can still be compared"
 
 
 def test_the_verdict_says_what_was_compared() -> None:
@@ -261,7 +258,10 @@ def test_a_rollback_sets_the_later_checkpoints_aside(
         rollback(Namespace(run=run, to=6))
     with RunDir(run, "try").locked(), pytest.raises(FieldError, match="another command is using it"):
         rollback(Namespace(run=run, to=4))
-    monkeypatch.setattr("subprocess.run", lambda command, **_: CompletedProcess(command, int("--checkpoint" in command)))
+    monkeypatch.setattr(
+        "subprocess.run",
+        lambda command, **_: CompletedProcess(command, int(json.loads(command[-1]) == {"last": 3, "checkpoint": True})),
+    )
     assert rollback(Namespace(run=run, to=3)) == 1, "a digest differs"
     (run / "checkpoints" / "step-2" / "resume" / "run.json").write_text("{")
     with pytest.raises(FieldError, match=r"step-2.* is damaged.*remove"):

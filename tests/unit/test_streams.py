@@ -91,7 +91,7 @@ def group_of(monkeypatch: pytest.MonkeyPatch, device: Device, rank: int, wire: l
     with device.on(device.default):
         transport = NcclTransport(None, rank, 2, 30.0, placement, threading.Event())  # type: ignore[arg-type]
     Nccl.wire = wire
-    return WeightGroup(GroupSpec("", "epoch-1", rank, 2, "nccl"), transport, None, placement)  # type: ignore[arg-type]
+    return WeightGroup(GroupSpec("", "epoch-1", rank, 2, "nccl"), transport, placement)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("without", ["", "checksums that wait for the copy", "waits for NCCL"])
@@ -171,7 +171,7 @@ async def test_decoding_and_loading_meet_only_where_both_have_waited(
 def test_what_fails_has_ended_before_its_memory_can_go_to_somebody_else(nccl: type[FakeNccl], device: Device) -> None:
     placement = device.placement("group")
     transport = NcclTransport(None, 1, 2, 30.0, placement, threading.Event())  # type: ignore[arg-type]
-    group = WeightGroup(GroupSpec("", "epoch-1", 1, 2, "nccl"), transport, None, placement)  # type: ignore[arg-type]
+    group = WeightGroup(GroupSpec("", "epoch-1", 1, 2, "nccl"), transport, placement)  # type: ignore[arg-type]
     nccl.completes = False
     with pytest.raises(DeadlineExceeded):
         group.broadcast(torch.zeros(1), 0.01)

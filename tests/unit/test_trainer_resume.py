@@ -156,7 +156,8 @@ async def publish(bus: MemoryBus, group: PromptGroup, index: int, span: VersionS
 def roll_back(run_dir: Path, version: int) -> None:
     """What `pipelinerl rollback` does, while no trainer lives, but without tensors."""
 
-    def computed(run: RunDir, recipe: Recipe, options: list[str]) -> int:
+    def computed(run: RunDir, recipe: Recipe, **options: object) -> int:
+        assert options == {"last": version, "checkpoint": True}
         write_checkpoint(run.path, sys.maxsize, lambda _: None, journaled_state(run.path, RUN, version, recipe))
         return 0
 

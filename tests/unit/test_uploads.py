@@ -125,7 +125,8 @@ async def test_a_run_ends_when_its_model_is_uploaded_and_the_next_trainer_does_w
         run.loop.version, policy.version, stop = 4, 4, asyncio.Event()
         running = asyncio.create_task(run.run(stop))
         await until_logged(caplog, "cannot upload a checkpoint, trying again")
-        assert (run_dir / "checkpoint" / "config.json").is_file()  # nothing waited for the store
+        while not (run_dir / "checkpoint" / "config.json").is_file():  # nothing waits for the store
+            await asyncio.sleep(0.01)
         registry = run.recorder.metrics.registry
         assert registry.get_sample_value("pipelinerl_trainer_checkpoint_upload_waiting_seconds") > 0  # type: ignore[operator]
         assert registry.get_sample_value("pipelinerl_trainer_checkpoint_upload_version") is None

@@ -28,9 +28,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from pipelinerl.audit.journal import Journal
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.recipe.fields import CheckpointConfig
-from pipelinerl.run_dir import CHECKPOINTS, resumable, sync_folder
+from pipelinerl.run_dir import CHECKPOINTS, resumable, sync_path
 from pipelinerl.transfer.chunks import dtype_name
-from services.trainer.checkpoint.files import replacing, sync_tree
+from services.trainer.checkpoint.files import replacing
 from services.trainer.checkpoint.run_state import RESUME, RunState, Start
 from services.trainer.learn.lora import has_adapters, peft_config
 from services.trainer.learn.policy import Policy
@@ -64,9 +64,10 @@ def write_checkpoint(
         (partial / RESUME).mkdir(parents=True)
         write_tensors(partial)
         state.save(partial / RESUME)
-        sync_tree(partial)
+        for path in (*partial.rglob("*"), partial):
+            sync_path(path)
         before_rename()
-    sync_folder(folder.parent)
+    sync_path(folder.parent)
     for old in list(resumable(run_dir).values())[:-keep]:
         shutil.rmtree(old.parent.parent, ignore_errors=True)
     return WrittenCheckpoint(folder, state.policy_version, state.position, time.monotonic() - began_s)
@@ -174,10 +175,8 @@ class Checkpointer:
             ) from error
         log.info("wrote the checkpoint of version %d to %s in %.2f s", version, written.folder, written.seconds)
         self.saved_at_s = time.time()
-        self.positions.pop(version, None)
-        self.positions[version] = written.position
-        while len(self.positions) > self._config.keep:
-            del self.positions[next(iter(self.positions))]
+        others = {known: position for known, position in self.positions.items() if known != version}
+        self.positions = dict([*others.items(), (version, written.position)][-self._config.keep :])
         self._journal.write({"event": "checkpoint", "version": version, "position": written.position})
         self._journal.flush()
         await self._written(written)

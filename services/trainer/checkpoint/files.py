@@ -8,17 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelinerl.run_dir import RUN_STATE, sync_folder
-
-
-def sync_tree(folder: Path) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_dir():
-            sync_folder(path)
-        else:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    sync_folder(folder)
+from pipelinerl.run_dir import RUN_STATE
 
 
 def link_tree(source: Path, target: Path) -> None:

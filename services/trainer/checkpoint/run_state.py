@@ -273,17 +273,18 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
         return Start()
     states = {path.parent: load_run_state(path.parent) for path in resumable(run_dir).values()}
     folder, state = list(states.items())[-1] if states else (None, None)
-    if state is not None and folder is not None and state.run != run:
-        raise FieldError("run_dir", str(run_dir), f"{folder.parent.name} belongs to run {state.run!r}, not to {run!r}")
-    changes = tuple(map(str, check_resumable(state.recipe if state else _lineage_file(run_dir)["recipe"], recipe)))
+    if state is not None and state.run != run:
+        raise FieldError("run_dir", str(run_dir), f"step-{state.policy_version} belongs to run {state.run!r}, not to {run!r}")
+    earlier = _lineage_file(run_dir)
+    changes = tuple(map(str, check_resumable(state.recipe if state else earlier["recipe"], recipe)))
     for change in changes:
         log.info("recipe changed: %s", change)
-    if state is None or folder is None:
+    if state is None:
         log.warning("an earlier trainer of this run left no checkpoint: training begins again at version 0")
-        return Start(lineage.restarted(0), again=True, saved_at_s=_lineage_file(run_dir).get(BEGAN), changes=changes)
+    saved_at_s = folder.stat().st_mtime if folder else earlier.get(BEGAN)
     positions = {one.policy_version: one.position for one in states.values()}
-    saved_at_s = folder.stat().st_mtime
-    return Start(lineage.restarted(state.policy_version), True, folder, state, positions, saved_at_s, changes)
+    restarted = lineage.restarted(state.policy_version if state else 0)
+    return Start(restarted, True, folder, state, positions, saved_at_s, changes)
 
 
 def evaluates_first(start: Start, recipe: Recipe) -> bool:

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError
-from pipelinerl.run_dir import sync_folder
+from pipelinerl.run_dir import sync_path
 from services.trainer.learn.step import Learner
 from services.trainer.world import SAVE, Message
 
@@ -99,7 +99,7 @@ def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None
         causes = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in by_rank)
         raise ServiceError(f"cannot write the trainer's state to {folder}: {causes}") from error
     for changed in (folder, folder.parent):
-        sync_folder(changed)
+        sync_path(changed)
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -6,10 +6,8 @@ contains the name of the newest complete one. A folder without a manifest comes 
 ever deleted. pyarrow accesses the stores, and finds credentials in the same places as each store's own tools.
 
 Training never waits for uploads. A newer checkpoint replaces a waiting one. The files are first linked into another folder,
-because the checkpoint may be removed meanwhile. A run's next trainer continues an unfinished upload. A separate process makes
-each attempt, because a store may hang:
-
-    python -m services.trainer.checkpoint.store FOLDER URL    # uploads the model in FOLDER to URL
+because the checkpoint may be removed meanwhile. A run's next trainer continues an unfinished upload. A thread makes each
+attempt, because a store may hang.
 """
 
 from __future__ import annotations
@@ -20,12 +18,10 @@ import json
 import logging
 import os
 import shutil
-import signal
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
@@ -33,13 +29,12 @@ from prometheus_client import Counter, Histogram
 
 from pipelinerl.errors import FieldError, PipelineRLError, ServiceError, first_line
 from pipelinerl.initial_model import COMPLETE
-from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.run_dir import CHECKPOINTS, read_json, resumable, write_whole
 from pipelinerl.service.lifecycle import background
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import Backoff, retry_forever
-from pipelinerl.transfer.stores import open_files
-from services.trainer.checkpoint.files import link_export, link_tree, tidy
+from pipelinerl.transfer.stores import PIECE_BYTES, open_files, watched, write_object
+from services.trainer.checkpoint.files import link_export, link_tree
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -48,7 +43,6 @@ log = logging.getLogger(__name__)
 
 MANIFEST, LATEST = "pipelinerl-manifest.json", "latest"
 _FORMAT = 1
-_CHUNK_BYTES = 8 * 1024**2
 _FIELD = "the URL of a model"
 
 Digest: TypeAlias = tuple[int, str]
@@ -59,20 +53,26 @@ def put_model(folder: Path, url: str) -> int:
     """Upload all files of `folder` to the folder `url`, verify them, point `latest` at `url`, and return the number of bytes. A
     model already at `url` counts as incomplete once the upload begins. Raises `ServiceError`, and the store's `OSError`."""
     store, root = open_files(_FIELD, url, url)
-    _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": None})
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+    def put(path: str, parts: Iterable[bytes]) -> Digest:
+        num_bytes, sha256 = write_object(store, path, parts)
+        return num_bytes, sha256.hex()
+
+    def put_manifest(files: dict[str, Digest] | None) -> None:
+        put(f"{root}/{MANIFEST}", [json.dumps({"format": _FORMAT, "files": files}).encode() + b"\n"])
+
+    put_manifest(None)
     files: dict[str, Digest] = {}
-    for name in names:
-        with (folder / name).open("rb") as source, _output(store, f"{root}/{name}") as target:
-            files[name] = _copy(source, target)
+    for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()):
+        with (folder / name).open("rb") as source:
+            files[name] = put(f"{root}/{name}", iter(partial(source.read, PIECE_BYTES), b""))
     for name, sent in files.items():
         with store.open_input_stream(f"{root}/{name}") as stored:
             if (found := _copy(stored)) != sent:
                 raise ServiceError(f"{url}/{name} differs from the sent file: {found[0]} bytes, sent {sent[0]}")
-    _write(store, f"{root}/{MANIFEST}", {"format": _FORMAT, "files": files})
+    put_manifest(files)
     parent, _, name = root.rpartition("/")
-    with _output(store, f"{parent}/{LATEST}") as target:
-        target.write(name.encode())
+    put(f"{parent}/{LATEST}", [name.encode()])
     return sum(size for size, _ in files.values())
 
 
@@ -149,21 +149,9 @@ def _safe(name: str, url: str) -> str:
     return name
 
 
-def _output(store: FileSystem, path: str) -> IO[bytes]:
-    if store.type_name == "local":  # object stores have no folders to make
-        store.create_dir(path.rpartition("/")[0], recursive=True)
-    stream: IO[bytes] = store.open_output_stream(path)
-    return stream
-
-
-def _write(store: FileSystem, path: str, content: dict[str, Any]) -> None:
-    with _output(store, path) as target:
-        target.write(json.dumps(content).encode() + b"\n")
-
-
 def _copy(source: IO[bytes], target: IO[bytes] | None = None) -> Digest:
     size, sha256 = 0, hashlib.sha256()
-    while chunk := source.read(_CHUNK_BYTES):
+    while chunk := source.read(PIECE_BYTES):
         sha256.update(chunk)
         size += len(chunk)
         if target is not None:
@@ -178,35 +166,28 @@ TRY_S = 4 * 3600
 """Maximum seconds of one attempt. After that, the store counts as hanging."""
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    version: int
-    folder: Path
-    """Linked copy of the checkpoint. Its modification time says when the checkpoint was written."""
-    since_s: float
-    """Unix time since which this upload is due: when the first of the checkpoints that it replaced in the queue was written."""
-
-
 class Uploads:
     """Uploads of one run. An empty `url` disables them. `metrics`: attempts by outcome, and seconds of successful ones."""
 
     def __init__(self, url: str, run_dir: Path, run: str, metrics: tuple[Counter, Histogram]) -> None:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
         self._run_dir, self._aside, (self._tries, self._seconds) = run_dir, run_dir / "uploading", metrics
-        self._waiting: _Waiting | None = None
+        self._waiting: tuple[int, Path] | None = None
+        """Version, and linked copy of the checkpoint. Its modification time says when the checkpoint was written."""
+        self._since_s = 0.0
+        """Unix time since which an upload is due: when the first of the checkpoints replaced in the queue was written."""
         self._trying: Path | None = None
         self.last: dict[str, Any] = {}
         """Content of `UPLOADED`; empty before the first upload."""
-        self._arrived, self._done, self._changing_files = asyncio.Event(), asyncio.Event(), asyncio.Lock()
-        self._done.set()
+        self._changed = asyncio.Condition()
+        """Notified of each change of `_waiting`. Its lock protects the linked folders."""
 
     @property
     def waiting_s(self) -> float | None:
         """Return for how many seconds a checkpoint has waited for its upload; 0 if none waits, None if uploads are disabled."""
         if not self._root:
             return None
-        waiting = self._waiting  # read once, since another thread may change it
-        return max(0.0, time.time() - waiting.since_s) if waiting else 0.0
+        return max(0.0, time.time() - self._since_s) if self._waiting else 0.0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -214,7 +195,6 @@ class Uploads:
         if not self._root:
             yield
             return
-        tidy(self._aside)
         last, found = read_json(self._run_dir / UPLOADED), resumable(self._run_dir)
         if str(last.get("url", "")).startswith(f"{self._root}/"):
             self.last = last
@@ -225,44 +205,41 @@ class Uploads:
 
     async def take(self, checkpoint: Path, version: int) -> None:
         """Accept a checkpoint for upload. After this returns, its folder may be removed. Errors are only logged."""
-        if not self._root or version == (self._waiting.version if self._waiting else self.last.get("version")):
+        if not self._root or version == (self._waiting[0] if self._waiting else self.last.get("version")):
             return
-        async with self._changing_files:
+        async with self._changed:
             try:
                 folder = await asyncio.to_thread(link_export, checkpoint, self._aside / checkpoint.name)
             except OSError as error:
                 log.error("the checkpoint of version %d will not be uploaded: %s", version, error)
                 return
-            self._waiting = _Waiting(version, folder, self._waiting.since_s if self._waiting else folder.stat().st_mtime)
+            if self._waiting is None:
+                self._since_s = folder.stat().st_mtime
+            self._waiting = version, folder
             await self._tidy()
-        self._done.clear()
-        self._arrived.set()
+            self._changed.notify_all()
 
     async def all_done(self) -> None:
         """Wait until every accepted checkpoint, or a later one, has been uploaded."""
-        await self._done.wait()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._waiting is None)
 
     async def _run(self) -> None:
         while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            if self._waiting is not None:  # a retry of the previous upload may have sent this one
-                await retry_forever(
-                    self._try,
-                    "upload a checkpoint",
-                    retried=lambda error: isinstance(error, ServiceError | OSError),
-                    backoff=BACKOFF,
-                )
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._waiting is not None)
+            await retry_forever(self._try, "upload a checkpoint", retried=_is_stores, backoff=BACKOFF)
 
     async def _try(self) -> None:
         assert self._waiting is not None, "one has arrived"
         tried, began_s = self._waiting, time.monotonic()
-        url, self._trying = f"{self._root}/{tried.folder.name}", tried.folder
+        version, self._trying = tried
+        url = f"{self._root}/{self._trying.name}"
         try:
-            await _put(tried.folder, url)
-            last = {"version": tried.version, "url": url, "at_s": time.time()}
+            await watched(url, partial(_put, self._trying, url), TRY_S)
+            last = {"version": version, "url": url, "at_s": time.time()}
             await asyncio.to_thread(write_whole, self._run_dir / UPLOADED, json.dumps(last) + "\n", durably=True)
-        except (ServiceError, OSError):
+        except (PipelineRLError, OSError):
             self._tries.labels("failed").inc()
             raise
         finally:
@@ -270,51 +247,28 @@ class Uploads:
         self.last, seconds = last, time.monotonic() - began_s
         self._tries.labels("uploaded").inc()
         self._seconds.observe(seconds)
-        log.info("uploaded the checkpoint of version %d to %s in %.2f s", tried.version, url, seconds)
-        async with self._changing_files:
-            another = None if self._waiting is tried else self._waiting  # a newer one arrived
-            self._waiting = another and replace(another, since_s=another.folder.stat().st_mtime)
+        log.info("uploaded the checkpoint of version %d to %s in %.2f s", version, url, seconds)
+        async with self._changed:
+            if self._waiting is tried:
+                self._waiting = None
+            else:  # a newer one arrived
+                self._since_s = self._waiting[1].stat().st_mtime
             await self._tidy()
-            if another is None:
-                self._done.set()
+            self._changed.notify_all()
 
     async def _tidy(self) -> None:
-        kept = {self._waiting.folder if self._waiting else None, self._trying}
+        kept = {self._waiting[1] if self._waiting else None, self._trying}
         for folder in self._aside.iterdir():
             if folder not in kept:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-async def _put(folder: Path, url: str) -> None:
-    command = (sys.executable, "-m", "services.trainer.checkpoint.store", str(folder), url)
-    process = await asyncio.create_subprocess_exec(
-        *guarded(command, signal.SIGKILL), stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-    )
+def _put(folder: Path, url: str, _: object) -> None:
     try:
-        async with asyncio.timeout(TRY_S):
-            _, said = await process.communicate()
-    except TimeoutError as error:
-        raise ServiceError(f"the upload to {url} did not finish within {TRY_S} s") from error
-    finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-    if process.returncode:
-        lines = said.decode(errors="replace").strip().splitlines()
-        last = lines[-1] if lines else f"the process that uploads ended with code {process.returncode}"
-        raise ServiceError(without_secrets(last, os.environ))
+        put_model(folder, url)
+    except Exception as error:  # the thread ends here; no error of a store's library may end the run
+        raise ServiceError(without_secrets(first_line(error), os.environ)) from error
 
 
-def main() -> int:
-    folder, url = sys.argv[1:]
-    try:
-        put_model(Path(folder), url)
-    except (PipelineRLError, OSError) as error:  # for other errors, the traceback's last line is enough
-        print(without_secrets(first_line(error), os.environ), file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _is_stores(error: Exception) -> bool:
+    return isinstance(error, PipelineRLError | OSError)

@@ -11,7 +11,7 @@ import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +105,7 @@ def to_table(recorded: RecordedStep) -> pa.Table:
     rows = [(one, at, branch, advantage) for one, advantage in pairs for at, branch in enumerate(one.all_branches)]
     branches = [branch for _, _, branch, _ in rows]
     of_tokens = [_of_tokens(branch) for branch in branches]
-    named = pa.map_(pa.string(), pa.float64())
+    named, int32s = pa.map_(pa.string(), pa.float64()), pa.large_list(pa.int32())
     turn = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("finish_reason", pa.string())])
     columns = {
         "step": pa.array([recorded.step] * len(rows), pa.int32()),
@@ -116,21 +116,22 @@ def to_table(recorded: RecordedStep) -> pa.Table:
         "branch": pa.array([at for _, at, _, _ in rows], pa.int32()),
         "finish_reason": pa.array([branch.finish_reason for branch in branches], pa.string()),
         "turns": pa.array([[vars(one) for one in branch.turns] for branch in branches], pa.list_(turn)),
-        "prompt_ids": _lists([branch.prompt_token_ids for branch in branches], np.int32),
-        "completion_ids": _lists([branch.completion_token_ids for branch in branches], np.int32),
-        "logprobs": _lists([one[0] for one in of_tokens], np.float32),
-        "versions": _lists([one[1] for one in of_tokens], np.int32),
-        "incarnations": _lists([one[2] for one in of_tokens], np.int32),
+        "prompt_ids": pa.array([branch.prompt_token_ids for branch in branches], int32s),
+        "completion_ids": pa.array([branch.completion_token_ids for branch in branches], int32s),
+        "logprobs": pa.array([one[0] for one in of_tokens], pa.large_list(pa.float32())),
+        "versions": pa.array([one[1] for one in of_tokens], int32s),
+        "incarnations": pa.array([one[2] for one in of_tokens], int32s),
     }
     return pa.table(columns).replace_schema_metadata({_ABOUT: json.dumps(recorded.about).encode()})
 
 
 def from_table(step: int, table: pa.Table) -> RecordedStep:
     """Return the step that `to_table` made into `table`. Pure."""
-    arrays = {name: _arrays(table, name) for name in ("prompt_ids", "completion_ids", "logprobs", "versions", "incarnations")}
-    rows = table.drop_columns(list(arrays)).to_pylist()
-    for at, row in enumerate(rows):
-        row |= {name: column[at] for name, column in arrays.items()}
+    of_tokens = ["prompt_ids", "completion_ids", "logprobs", "versions", "incarnations"]
+    rows = table.drop_columns(of_tokens).to_pylist()
+    for name in of_tokens:
+        for row, ids in zip(rows, table[name], strict=True):
+            row[name] = ids.values.to_numpy(zero_copy_only=False)
     groups = []
     for _, of_group in groupby(rows, key=lambda row: row["group_id"]):
         own = [list(of_one) for _, of_one in groupby(of_group, key=lambda row: row["sequence_id"])]
@@ -147,11 +148,9 @@ def _of_tokens(branch: Branch) -> tuple[NDArray[np.float32], NDArray[np.int32], 
     size = branch.num_completion_tokens
     logprobs = np.full(size, np.nan, np.float32)
     versions, incarnations = np.full(size, _NOT_SAMPLED, np.int32), np.full(size, _NOT_SAMPLED, np.int32)
-    taken = 0
     for span in branch.spans:
-        logprobs[span.start : span.end] = branch.behaviour_logprobs[taken : taken + span.end - span.start]
         versions[span.start : span.end], incarnations[span.start : span.end] = span.version, span.incarnation
-        taken += span.end - span.start
+    logprobs[versions != _NOT_SAMPLED] = branch.behaviour_logprobs
     return logprobs, versions, incarnations
 
 
@@ -168,13 +167,11 @@ def _of_branch(row: Mapping[str, Any]) -> dict[str, Any]:
         "completion_token_ids": row["completion_ids"],
         "behaviour_logprobs": row["logprobs"][row["versions"] != _NOT_SAMPLED],
         "spans": tuple(_spans(row["versions"], row["incarnations"])),
-        "turns": tuple(Turn(one["start"], one["end"], _reason(one["finish_reason"])) for one in row["turns"]),
-        "finish_reason": _reason(row["finish_reason"]),
+        "turns": tuple(
+            Turn(one["start"], one["end"], one["finish_reason"] and FinishReason(one["finish_reason"])) for one in row["turns"]
+        ),
+        "finish_reason": row["finish_reason"] and FinishReason(row["finish_reason"]),
     }
-
-
-def _reason(name: str | None) -> FinishReason | None:
-    return None if name is None else FinishReason(name)
 
 
 def _spans(versions: NDArray[np.int32], incarnations: NDArray[np.int32]) -> Iterator[VersionSpan]:
@@ -183,16 +180,3 @@ def _spans(versions: NDArray[np.int32], incarnations: NDArray[np.int32]) -> Iter
     for start, end in zip([0, *edges.tolist()], [*edges.tolist(), len(versions)], strict=True):
         if start < end and versions[start] != _NOT_SAMPLED:
             yield VersionSpan(int(versions[start]), start, end, int(incarnations[start]))
-
-
-def _lists(arrays: list[NDArray[Any]], dtype: type[np.generic]) -> pa.Array:
-    import pyarrow as pa
-
-    ends = np.cumsum([0, *map(len, arrays)])
-    return pa.LargeListArray.from_arrays(ends, np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False))
-
-
-def _arrays(table: pa.Table, name: str) -> list[NDArray[Any]]:
-    column = table[name].combine_chunks()
-    values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
-    return [values[start:end] for start, end in pairwise(ends.tolist())]
