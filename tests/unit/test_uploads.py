@@ -39,7 +39,10 @@ def test_a_model_comes_back_as_it_was_and_latest_is_the_last_one_put(tmp_path: P
     root = (tmp_path / "store" / "checkpoints").as_uri()
     for version in (1000, 20):  # another run of the same name has begun
         assert put_model(model(tmp_path / "model"), f"{root}/step-{version}") == sum(map(len, FILES.values()))
+    with pytest.raises(ServiceError, match=r"the upload to file:.*/step-1000 was given up"):
+        put_model(tmp_path / "model", f"{root}/step-1000", iter([False] * len(FILES) + [True]).__next__)
     assert fetched(f"{root}/{LATEST}", tmp_path / "a") == (f"{root}/step-20", FILES)
+    assert put_model(tmp_path / "model", f"{root}/step-1000")
     assert fetched(f"{root}/step-1000", tmp_path / "b")[1] == FILES
     assert put_model(model(tmp_path / "other", {"config.json": b"[]"}), f"{root}/step-20") == 2
     assert fetched(f"{root}/step-20", tmp_path / "c")[1] == {"config.json": b"[]"}  # and not what was there before

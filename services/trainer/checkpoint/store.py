@@ -19,10 +19,11 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
+from threading import Event
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from prometheus_client import Counter, Histogram
@@ -49,12 +50,15 @@ Digest: TypeAlias = tuple[int, str]
 """Number of bytes, and hexadecimal SHA-256."""
 
 
-def put_model(folder: Path, url: str) -> int:
+def put_model(folder: Path, url: str, is_given_up: Callable[[], bool] = lambda: False) -> int:
     """Upload all files of `folder` to the folder `url`, verify them, point `latest` at `url`, and return the number of bytes. A
-    model already at `url` counts as incomplete once the upload begins. Raises `ServiceError`, and the store's `OSError`."""
+    model already at `url` counts as incomplete once the upload begins. Raises `ServiceError`, also once `is_given_up`, and the
+    store's `OSError`."""
     store, root = open_files(_FIELD, url, url)
 
     def put(path: str, parts: Iterable[bytes]) -> Digest:
+        if is_given_up():  # a later attempt may have moved `latest`
+            raise ServiceError(f"the upload to {url} was given up")
         num_bytes, sha256 = write_object(store, path, parts)
         return num_bytes, sha256.hex()
 
@@ -235,14 +239,16 @@ class Uploads:
         tried, began_s = self._waiting, time.monotonic()
         version, self._trying = tried
         url = f"{self._root}/{self._trying.name}"
+        given_up = Event()
         try:
-            await watched(url, partial(_put, self._trying, url), TRY_S)
+            await watched(url, partial(_put, self._trying, url, given_up), TRY_S)
             last = {"version": version, "url": url, "at_s": time.time()}
             await asyncio.to_thread(write_whole, self._run_dir / UPLOADED, json.dumps(last) + "\n", durably=True)
         except (PipelineRLError, OSError):
             self._tries.labels("failed").inc()
             raise
         finally:
+            given_up.set()
             self._trying = None
         self.last, seconds = last, time.monotonic() - began_s
         self._tries.labels("uploaded").inc()
@@ -263,9 +269,9 @@ class Uploads:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-def _put(folder: Path, url: str, _: object) -> None:
+def _put(folder: Path, url: str, given_up: Event, _: object) -> None:
     try:
-        put_model(folder, url)
+        put_model(folder, url, given_up.is_set)
     except Exception as error:  # the thread ends here; no error of a store's library may end the run
         raise ServiceError(without_secrets(first_line(error), os.environ)) from error
 
