@@ -120,7 +120,7 @@ class Episode:
         self.policy_fault = ""
 
     def not_served(self, turn: RecordedTurn, over: asyncio.Event) -> None:
-        """Record that the run of `over` did not receive a turn. A later run, which may have requested it, is unaffected."""
+        """Record that the run whose end is `over` did not receive a turn. A later run that requested it is unaffected."""
         if over is self.over and turn in self.served:
             self.served.remove(turn)
 
