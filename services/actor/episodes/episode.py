@@ -199,7 +199,7 @@ class Episode:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def result(self) -> tuple[Branch, ...]:
-        """Return the branches of the finished turns that were served to the environment's last run. Drop the other turns."""
+        """Return the branches of the finished turns that the environment's last run received. Count the others as dropped."""
         good = [turn for turn in self.served if turn.is_finished]
         branches = _branches(good)
         self.metrics.episode_branches.inc(max(0, len(branches) - 1))
