@@ -53,11 +53,11 @@ def _add(parser: Any, arguments: Sequence[Any]) -> None:
 
 
 def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """Parse `argv`. Arguments of `serve` behind `--` become `passed_on`. Raises `SystemExit` for a mistake."""
+    """Parse `argv`. The arguments of `serve` after `--` become `passed_on`. Raises `SystemExit` for a mistake."""
     end = argv.index("--") if argv[:1] == ["serve"] and "--" in argv else len(argv)
     args, others = parser.parse_known_args(argv[:end], argparse.Namespace(passed_on=argv[end + 1 :]))
     if others and args.command == "chat" and args.prompt is None and (others[0] == "--" or not others[0].startswith("-")):
-        begin = others[0] == "--"  # argparse of Python 3.11 finds no optional argument behind options
+        begin = others[0] == "--"  # argparse in Python 3.11 misses an optional argument after options
         args.prompt, others = "".join(others[begin : begin + 1]), others[begin + 1 :]
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = args.execute.partition(":")
     try:
         code = getattr(importlib.import_module(f"pipelinerl.commands.{module}"), function)(args)
-        if sys.stdout is not None:  # None if the shell closed it, as by `>&-`
+        if sys.stdout is not None:  # stdout is None if the shell closed it, as with `>&-`
             sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python prints a second error at exit
@@ -125,7 +125,7 @@ _STREAMS = (
     ("--nats URL", str, "NATS server of a run on other machines, such as nats://host:4222 (default in a run's pod: the pod's "
      "setting)", {"default": ""}),
     ("--credentials FILE", Path, "file with user:password, or a .creds file"),
-    ("--tls-dir DIR", Path, "folder with ca.crt, and tls.crt and tls.key if the server requires them"),
+    ("--tls-dir DIR", Path, "folder with ca.crt, and with tls.crt and tls.key if the server asks for a certificate"),
 )  # fmt: skip
 _TEMPLATES = ("gsm8k", "agent", "tools", "environment", "code", "judge")
 
@@ -193,10 +193,10 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
          "against the recipe"),
         ("--reward-rows N", int, "number of problems on which each reward is tried, with the reference answer as completion "
          "(default: 20)", {"default": 20}),
-        ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB; also prints how much the recipe needs, with advice. With "
-         "several trainer nodes, set the total number of ranks by --set trainer.nproc=N"),
+        ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB; then also print how much the recipe needs, and advice. "
+         "With several trainer nodes, set the total number of ranks by --set trainer.nproc=N"),
         ("--parameters SIZE", str, "number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory "
-         "(default: by the model's files, or else 1.1 times the number in its name)"),
+         "(default: from the model's files, or else 1.1 times the number in its name)"),
     ]),
     "doctor": ("say why a recipe will not learn, or why a run does not", "validate:doctor", [
         ("subject RECIPE|RUN", str, "recipe file or name, or the folder of a run, finished or not"),
@@ -212,15 +212,15 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--temperature T", float, "0 is greedy (default: evaluation.temperature)"),
         ("--max-tokens N", int, "limit of an answer (default: the recipe's, or else 512)"),
     ], "pipelinerl chat runs/try", 'pipelinerl chat runs/try "12+7="      # prints only the completion'),
-    "serve": ("serve a trained policy by vLLM, with OpenAI's API", "chat:serve", [
+    "serve": ("serve a trained policy with vLLM and OpenAI's API", "chat:serve", [
         *_POLICY,
         ("--print", None, "print the command of vLLM, and end"),
     ], "pipelinerl serve runs/try --version 20 -- --port 8001"),
     "plan": ("divide accelerators between actors and trainer (estimated; nothing is run)", "plan:plan", [
         _RECIPE, _SET,
         ("--parameters SIZE", str, "model parameters with all experts, such as 7.6B", {"required": True}),
-        ("--active-parameters SIZE", str, "parameters that a token uses in a mixture of experts, such as 3.3B (default: by the "
-         "model's config.json or name)"),
+        ("--active-parameters SIZE", str, "parameters that a token uses in a mixture of experts, such as 3.3B (default: from "
+         "the model's config.json or name)"),
         ("--accelerators N", int, "number of accelerators to divide", {"required": True}),
         ("--accelerator NAME|FILE", str, "A100, H100, H200, ..., or a JSON file of measured speeds, see docs/planning.md "
          "(default: H100)", {"default": "H100"}),
@@ -228,7 +228,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
          "FROM-TO:WEIGHT, such as 1-512:6,513-2048:3,8192:1, or the folder of a run that recorded its lengths",
          {"required": True}),
         ("--sequences-in-progress H", int, "sequences on each actor (default: the best)"),
-        ("--kv-kib-per-token KIB", float, "KiB of KV cache per token (default: by config.json, or else assumed)"),
+        ("--kv-kib-per-token KIB", float, "KiB of KV cache per token (default: from config.json, or else assumed)"),
         ("--json", None, "print the plan as one JSON object"),
     ]),
     "report": ("rebuild report.html of a run", "run_folder:report", [

@@ -1,8 +1,8 @@
 """Environments and tools, as users write them (docs/episodes.md).
 
 An environment starts an episode, answers each turn of the policy, and gives the episode's reward. Each episode has its own
-environment object in its own process. All samples of a prompt get the same row and seed. After a fault, an episode starts
-again. While the environment behaves as before, the turns already sampled are reused.
+environment object in its own process. All samples of a prompt get the same row and seed. If the verifier or the actor is lost,
+the environment starts again. While it sends the same requests as before, it gets the turns that were already sampled.
 
 A tool is a Python function. Its name, type hints and docstring make up the schema that the policy reads. Parameters are str,
 int, float, bool, list, dict, Literal, and unions of these such as `str | None`. The policy reads the function's result: text as
@@ -58,7 +58,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of an episode. `correct`: whether a held-out problem counts as solved. None: it counts if the reward reaches
+    """The end of an episode. `correct`: whether a held-out problem counts as solved; None = it does if the reward reaches
     `reward.correct`. `metrics` are averaged over episodes."""
 
     reward: float
@@ -95,7 +95,7 @@ def imported(field: str, path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
         found = importlib.import_module(module)
-        function = getattr(found, name, None)  # may import, in a package that loads its modules lazily
+        function = getattr(found, name, None)  # this may import, if the package loads its modules lazily
     except (Exception, SystemExit) as error:
         traceback.print_exc()  # a worker's standard error goes to the verifier's log
         is_absent = isinstance(error, ModuleNotFoundError) and "." not in (error.name or "")

@@ -1,7 +1,7 @@
 """The errors that this project raises on purpose, in one class hierarchy.
 
-A user's mistake is a `UserError`. The command line prints its text, which names the fix, without a traceback. Every other
-`PipelineRLError` is a failure outside the process.
+A user's mistake is a `UserError`, whose text names the fix. The other errors report failures, such as an unreachable service.
+The command line prints the text of either kind without a traceback.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def model_source(recipe: Recipe, settings: PolicySettings) -> str:
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside `folder`, and rename it to `folder` at the end of the block. If another process finished
-    first, its folder stays. After an error, the new folder is removed; at the start, those of killed processes are."""
+    first, its folder stays. After an error, remove the new folder. At the start, remove leftovers older than a day."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{folder.name}."
     for left in folder.parent.glob(f"{prefix}*"):

@@ -67,7 +67,7 @@ _ANSWERED = {"role": "assistant", "content": _ANSWER}
 
 
 def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
-    """Return what the template writes after an answer, plus a question if `asked_again`. Raises the template's errors."""
+    """Return the rendered text after an answer, including a new question if `asked_again`. Raises the template's errors."""
     messages = [_ASK, _ANSWERED, *([_ASK] if asked_again else [])]
     return written(tokenizer, messages, begins_turn=False).rpartition(_ANSWER)[2]
 
@@ -86,7 +86,7 @@ class ControlTokens:
         except Exception:  # noqa: BLE001 - there is no template, or it refuses this conversation
             ids = []
         self._all = Spellings({text for text, _ in added.values()})
-        # Tags of thoughts belong to answers, so texts may spell them. Tokens of roles contain a bar, unlike other tags.
+        # Tags such as <think> belong to answers, so texts may spell them. Tokens of roles contain a bar, unlike other tags.
         frame = {text for token_id, (text, _) in added.items() if token_id in ids and "think" not in text}
         self.texts = frame | {text for text, special in added.values() if special or "|" in text or "｜" in text}
         self._control = Spellings(self.texts)

@@ -76,7 +76,7 @@ class RunHistory:
         self._times_s: dict[int, float | None] = {0: 0.0}
         self._lags: Counter[int] = Counter()
         self._lengths: dict[str, list[int]] = {}
-        self._mismatch: float | None = None  # in the newest probe that gave a difference, nats
+        self._mismatch: float | None = None  # nats, from the newest step with a probe that gave a difference
         self._parity_failures = 0  # in all probes
         self._ess: defaultdict[str, float] = defaultdict(float)  # sum over steps, by lag bucket
         self._ess_steps: Counter[str] = Counter()

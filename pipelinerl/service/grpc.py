@@ -31,7 +31,7 @@ _DETAILS_CHARACTERS = 300
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
 _SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
-    ("grpc.so_reuseport", 0),  # a taken port is an error, not a silent share of its connections
+    ("grpc.so_reuseport", 0),  # fail if the port is taken; otherwise both servers would get its connections
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
@@ -160,5 +160,5 @@ def explained(error: aio.AioRpcError, tls_dir: Path | None) -> str:
     elif "CERTIFICATE_VERIFY_FAILED" in details:
         hint = f" (its certificate is not valid under {tls_dir / CA})"
     elif closed_at_once:
-        hint = f" (the server may refuse {tls_dir / CERTIFICATE}: has it expired, or is it of another CA?)"
+        hint = f" (the server may refuse {tls_dir / CERTIFICATE}: has it expired, or is it from another CA?)"
     return f"{error.code().name}: {details}{hint}"

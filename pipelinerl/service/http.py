@@ -37,7 +37,7 @@ BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
 _MOST_HEAD_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-"""Seconds until the server closes an idle connection. Most clients close it earlier, so few requests arrive too late."""
+"""Seconds until the server closes an idle connection. Most clients close it earlier, so few send a request too late."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
@@ -149,11 +149,11 @@ class _EmbeddedServer(uvicorn.Server):
                 app,
                 log_config=None,
                 access_log=False,
-                backlog=128,  # asyncio accepts this many at once, and logs each failure if no file can be opened
+                backlog=128,  # asyncio accepts this many at once, and logs an error for each if no file can be opened
                 timeout_graceful_shutdown=_GRACEFUL_S,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 ws="none",
-                http="h11",  # httptools is twice as fast, but does not limit the size of a head
+                http="h11",  # httptools is twice as fast, but does not limit the size of headers
                 h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
             )
         )

@@ -136,7 +136,7 @@ def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
         except BaseException as error:
             if not isinstance(error, PipelineRLError):
                 log.exception("%s failed", name)
-            done.set_exception(error.with_traceback(None))  # its frames would keep the work's objects alive
+            done.set_exception(error.with_traceback(None))  # a traceback would keep the work's objects alive
         else:
             done.set_result(result)
 

@@ -34,7 +34,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Escape control characters, which could steer a terminal, as in `\\x1b`. Tabs and line ends stay."""
+    """Escape control characters, which could steer a terminal; ESC becomes `\\x1b`. Tabs and line ends stay."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
@@ -61,7 +61,7 @@ def configure_logging(context: LogContext, *, log_format: Literal["text", "json"
 
 _REPETITIVE = ("uvicorn.error", "opentelemetry.")
 AGGREGATED = {"aggregated": True}
-"""`extra` of log lines that outsiders can cause at will. `RepetitionFilter` limits such lines."""
+"""Argument `extra` for log lines that outsiders can cause at will. `RepetitionFilter` limits such lines."""
 AGGREGATE_S = 60.0
 
 
@@ -133,13 +133,13 @@ class ContextFormatter(logging.Formatter):
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _ADDRESS = re.compile(r"UR[IL]S?$", re.IGNORECASE)
 _LOGIN = re.compile(r"(?<=://)\S+@")
-"""A login, up to the last @ of the word, because a password may contain / and @."""
+"""A login in an address. It ends at the last @ of the word, because a password may contain / and @."""
 _LONGEST = 400
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
     """Return `text` on one line of at most 400 characters, with `***` for each login in an address and each value of a secret
-    variable. A variable is secret if its name says so or its value is an address with a login. Pure."""
+    variable. A variable is secret if its name says so, or if its name ends with URL or URI and it contains a login. Pure."""
     secrets = [
         value
         for name, value in environment.items()

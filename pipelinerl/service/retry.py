@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 LOG_EVERY_S = 60.0
 """Seconds between two log lines with the same reason for waiting."""
 MOST_REASONS = 8
-"""Maximum number of different reasons logged per `LOG_EVERY_S`. A reason with a port or a duration differs each time."""
+"""Maximum number of different reasons logged per `LOG_EVERY_S`. Reasons that contain a port or a duration differ each time."""
 
 _Result = TypeVar("_Result")
 
@@ -43,7 +43,7 @@ def is_bus_outage(error: Exception) -> bool:
 
 
 def is_transfer_error(error: Exception) -> bool:
-    """Return whether waiting may help: the weight log's store is away, or a newer version replaces the one that failed."""
+    """Return whether waiting may help: the weight log's store is down, or a newer version replaces the one that failed."""
     return isinstance(error, TransferError)
 
 
@@ -58,8 +58,8 @@ async def retry_forever(
 ) -> _Result:
     """Return the result of the first `attempt()` that succeeds. Raise the first error for which `retried` is false.
 
-    The log names the `action`, such as "publish g1.0", and the reason of the failure in the words of `explain`. The same reason
-    is logged at most once a minute.
+    The log names the `action`, such as "publish g1.0", and the reason, which `explain` makes from the error. The same reason is
+    logged at most once a minute.
     """
     failures, waiting_since_s = 0, time.monotonic()
     logged_at_s: dict[str, float] = {}

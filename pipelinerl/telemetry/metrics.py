@@ -47,8 +47,8 @@ Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
 
 
 class Reading(Collector):
-    """A gauge or counter with the values of `set`, or of a function that `read` stores. The function is called at each scrape,
-    on another thread than the event loop's, so it must only read plain attributes."""
+    """A gauge or counter. `set` stores its values, or `read` a function that returns them. Each scrape calls the function on a
+    thread other than the event loop's, so the function must only read plain attributes."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = (), kind: Literal["gauge", "counter"] = "gauge") -> None:
         self.name, self.text, self.labels, self.kind = name, text, tuple(labels), kind

@@ -91,7 +91,7 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
         )
         engine = await stack.enter_async_context(started)
         reporting.cancel()
-        await asyncio.gather(reporting, return_exceptions=True)  # an error would also occur below
+        await asyncio.gather(reporting, return_exceptions=True)  # ignore an error, because it would also occur below
         gc.freeze()  # vLLM's and torch's objects live on; scanning them in each collection took a quarter of the process's time
         readiness.reason = "waiting for NATS"
         bus = await stack.enter_async_context(service_bus(settings, stop))

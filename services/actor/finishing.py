@@ -152,7 +152,7 @@ def encoded(sequence: Sequence) -> tuple[bytes, str]:
 
 
 def bare(sequence: Sequence, failure: str) -> tuple[bytes, str]:
-    """Return an encoded sequence without arrays, texts and reward, and its `failure`."""
+    """Encode a failed sequence without arrays, texts and reward. Return it with its `failure`."""
     log.error("sequence %s cannot be stored as it is: %s", sequence.sequence_id, failure)
     identity = sequence.run, sequence.group_id, sequence.sample_index, sequence.group_size
     failed = failed_sample(*identity, failure)

@@ -88,7 +88,7 @@ class Sampler:
 
     async def _play(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> Sequence | None:
         index, began_s = start.sample_index, time.monotonic()
-        salt, is_kept = "", False  # the first turn with tokens fixes the salt, so that later turns find its cached prefix
+        salt, is_kept = "", False  # the first turn with tokens fixes the salt, so that later turns find the cached prefix
         if self.episodes is None or group.task not in self.episodes.tasks:
             problem = f"{group.task!r:.100} is not an episodic task of this actor's recipe; use the trainer's recipe"
             return failed_sequence(group, index, self.instance, f"unknown_task: {problem}")

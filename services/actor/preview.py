@@ -1,8 +1,8 @@
 """`python -m services.actor.preview`: show a recipe's prompts as its policy will see them, before a run loads any model.
 
 Standard input is a JSON object with `recipe`; `source`, the tokenizer's folder or GGUF file; and `problems`, one for each
-problem set, by the set's place in the recipe. Standard output is a `pipelinerl.recipe.rehearsal.Preview` as JSON. A mistake
-consists of a field, its value and the fix.
+problem set, with the set's place in the recipe as key. Standard output is a `pipelinerl.recipe.rehearsal.Preview` as JSON.
+A mistake consists of a field, its value and the fix.
 """
 
 from __future__ import annotations
@@ -86,20 +86,20 @@ def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
 
 def template_doubts(problem: Problem, task: TaskConfig, tokenizer: Any) -> Iterator[str]:
     """Yield each fault of a prompt that the chat template wrote: it lacks a message, ends with the end of an answer, or
-    contains markers that are no tokens of this tokenizer."""
+    contains markers that are not tokens of this tokenizer."""
     messages = conversation(problem.messages or [{"role": "user", "content": problem.question}], task)
     text, known = written(tokenizer, messages), tokenizer.get_vocab()
     for message in messages:
         if message["content"].strip() not in text:
             yield f"leaves out the {message['role']} message, {message['content']!r:.60}; render all messages"
     end = ""
-    with contextlib.suppress(TemplateError):  # of a template that refuses such a conversation
+    with contextlib.suppress(TemplateError):  # a template may refuse such a conversation
         end = after_answer(tokenizer).strip()
     if end and text.rstrip().endswith(end):
         yield f"ends prompts with {end!r}, the end of an answer; begin an answer if add_generation_prompt is true"
     others = [one for one in re.findall(r"<[|｜][^<>\s]+[|｜]>", text) if one not in known]
     if others and not any(others[0] in message["content"] for message in messages):
-        yield f"writes {others[0]}, which is no token of this model; use the template of the model"
+        yield f"writes {others[0]}, which is not a token of this model; use the model's own template"
 
 
 def _token_ids(problem: Problem, task: TaskConfig, tokenizer: Any, model: ModelConfig) -> list[int]:

@@ -104,13 +104,13 @@ def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[
         arguments["enable_sleep_mode"] = recipe.actor.colocate
     else:
         arguments |= {
-            "enable_chunked_prefill": False,  # it resets seeded random generators, which fails on a CPU
+            "enable_chunked_prefill": False,  # this would reset seeded random generators, which fails on a CPU
             "kv_cache_memory_bytes": int(engine.kv_cache_gib * 1024**3),
             "block_size": 32,  # tokens; only whole blocks are shared, and many prompts are shorter than the CPU default of 128
         }
         if engine.tensor_parallel_size == 1:
-            # Run model and scheduler in one process. On a CPU, vLLM would replace "uni" by a worker process, and would wait for
-            # it in a busy loop that costs more than the model.
+            # Run model and scheduler in one process. On a CPU, vLLM would replace "uni" with a worker process, and wait for it
+            # in a busy loop that costs more than the model.
             from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
             arguments["distributed_executor_backend"] = UniProcExecutor
@@ -137,7 +137,7 @@ def memory_share(recipe: Recipe, model: str, memory_gib: float) -> float:
         return VLLM_SHARE
     served = Model.of(recipe, parameters)
     if (problem := actor_problem(recipe, served, memory_gib)) is not None:
-        log.warning("a weight update has no memory beside vLLM: %s", problem)
+        log.warning("vLLM leaves too little GPU memory for a weight update: %s", problem)
         return VLLM_SHARE
     return vllm_share(recipe, served, memory_gib)
 
@@ -244,7 +244,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
         return
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as beside:  # renamed when complete, since the actor may be killed before
+        with tempfile.TemporaryDirectory(dir=cache) as beside:  # renamed when complete, since the actor may be killed meanwhile
             shutil.copytree(known, Path(beside, known.name)).rename(target)
     except OSError as error:
         log.warning("cannot copy the image's model information to %s (%s); vLLM will make its own", target, error)
@@ -394,7 +394,7 @@ def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingPar
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,  # a stop string may contain one
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # saves 20 µs of deep copy; vLLM only adds the model's end tokens, which are always the same
+        skip_clone=True,  # a shallow copy saves 20 µs; vLLM only adds the model's end tokens, which are always the same
     )
 
 

@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
 MOST_PROCESSES, MOST_THREADS = 64, 512
-"""Maximum numbers for one sandboxed program, reward worker or episode. Simultaneous calls may exceed them by a few."""
+"""Maximum numbers for one sandboxed program, reward worker or episode. Simultaneous starts may exceed them by a few."""
 _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
 """SECCOMP_IOCTL_NOTIF_RECV and SECCOMP_IOCTL_NOTIF_SEND. Their structures have 80 and 24 bytes."""
 _GO_ON = 1
@@ -129,7 +129,7 @@ def _num_threads(pid: int) -> int:
 
 def take_pipes() -> tuple[Connection, Connection]:
     """Return standard input and output as connections, and redirect the output of users' code to standard error."""
-    requests = Connection(os.dup(0), writable=False)  # on descriptors that programs of users' code do not inherit
+    requests = Connection(os.dup(0), writable=False)  # programs that users' code starts do not inherit these descriptors
     results = Connection(os.dup(1), readable=False)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -119,7 +119,7 @@ Play = Callable[[EpisodeRequest, Policy], VerifyResult | VerifyItem]
 
 
 def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: float) -> VerifyResult | VerifyItem:
-    """Call `play`, and convert its exceptions to a status. `max_abs`: largest valid absolute value."""
+    """Call `play`, and convert its exceptions to a status. `max_abs`: largest valid size of a reward or term."""
     started_s = time.perf_counter()
     try:
         result = play(request, policy)

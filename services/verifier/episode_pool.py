@@ -59,7 +59,7 @@ async def run_episode_pool(
 
 @dataclass(eq=False)
 class Template:
-    """The process that forks episodes, and the socket to it. `ended`: by episode, a future of its exit code; None = lost."""
+    """The process that forks episodes, and the socket to it. `ended` maps episodes to futures of exit codes; None = lost."""
 
     process: pool.WorkerProcess
     orders: socket.socket

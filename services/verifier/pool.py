@@ -55,7 +55,7 @@ LONGEST_RESULT_BYTES = MAX_MESSAGE_BYTES // 4096
 """Limit of a worker's result, so that the results of the largest `actor.verify_batch` fit into one answer."""
 
 Loss = Literal["timeout", "death", "retirement"]
-"""Reason for the end of a worker. A worker that retires does so by itself, between two items."""
+"""Why a worker ended. `retirement`: it ended itself between two items, to be replaced."""
 
 
 class QueueFull(PipelineRLError):
@@ -64,7 +64,7 @@ class QueueFull(PipelineRLError):
 
 @dataclass(eq=False)
 class Job:
-    """One item to score. Its future gets the result, and is cancelled if the caller leaves."""
+    """One item to score. Its future gets the result, and is cancelled with the call."""
 
     item: verifier_pb2.VerifyItem
     on_result: Callable[[verifier_pb2.VerifyResult], None]

@@ -222,7 +222,7 @@ def landlock_version() -> int:
 
 
 def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) -> None:
-    """Use Landlock to allow only reading and executing below `readable`, using two devices, and connecting to one TCP port."""
+    """Use Landlock to allow only reading and executing below `readable`, two devices, and connections to one TCP port."""
     version = landlock_version()
     rights = _RIGHTS_BY_VERSION[min(version, 5)]
     rules = struct.pack("QQQ", rights, 3 if version >= 4 else 0, _SCOPES if version >= 6 else 0)
@@ -451,7 +451,7 @@ def confinement_missing() -> str:
 
 @cache
 def _listener_refusal() -> str:
-    """Return why this process cannot have a seccomp listener; empty if it can. Linux allows only one per process."""
+    """Return why this process cannot have a seccomp listener; empty if it can. Linux allows a thread only one."""
 
     def listen() -> None:
         _give_up_privileges()

@@ -136,7 +136,7 @@ def main() -> int:
 def _serve(
     rewards: Mapping[str, ComposedReward], tasks: Mapping[str, ProblemSet], requests: Connection, results: Connection
 ) -> int:
-    """Score items until memory is short or a reward's processes cannot be ended. Then return `RETIRED`. Raises `EOFError`."""
+    """Score items until the input ends (`EOFError`). Return `RETIRED` if memory is short or a reward's processes survive."""
     pid, own = os.getpid(), confinement.address_space()
     reserve = max(share.reward.memory_mib for share in tasks.values()) * confinement.MIB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

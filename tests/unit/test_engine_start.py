@@ -108,7 +108,7 @@ def test_a_share_that_no_placement_has_set_leaves_room_for_weight_updates(
     monkeypatch.setattr(vllm_engine, "hub_parameters", lambda _: parameters)
     recipe = load_recipe("gsm8k", ["actor.engine.gpu_memory_utilization=auto", "trainer.learning_rate=1e-5", *overrides])
     assert engine_arguments(recipe, "a/model", gpu_gib=80.0)["gpu_memory_utilization"] == share
-    assert ("no memory beside vLLM" in caplog.text) == warned
+    assert ("too little GPU memory" in caplog.text) == warned
     write_weights(tmp_path / "model.safetensors", w=(2, 3))
     assert engine_arguments(recipe, str(tmp_path), gpu_gib=80.0)["gpu_memory_utilization"] == 0.9, "a folder tells its size"
     given = load_recipe("gsm8k", ["actor.engine.gpu_memory_utilization=0.5"])

@@ -314,7 +314,7 @@ def test_tools_with_a_template_that_refuses_everything_are_refused_in_words() ->
         (CHATML, ""),
         (CHATML.replace("message['content']", "'Hello'"), "leaves out the user message, '2+2'"),
         (CHATML.replace("assistant\\n", "assistant\\n<|im_end|>"), "ends prompts with '<|im_end|>', the end of an answer"),
-        ("<|eot_id|>" + CHATML, "writes <|eot_id|>, which is no token of this model"),
+        ("<|eot_id|>" + CHATML, "writes <|eot_id|>, which is not a token of this model"),
     ],
 )
 def test_a_template_that_spoils_prompts_is_doubted(

@@ -146,7 +146,7 @@ class Endpoint:
             if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
                 raise Unrenderable(f"{name}: give token ids from 0 to {self._vocab_size - 1}")
         ignored = ignored_fields(body.get("sampling_params") or {}, episode.sampling)
-        self._count_ignored(name for name in ignored if name != "logprobs")  # the answer always contains these
+        self._count_ignored(name for name in ignored if name != "logprobs")  # answers always contain log-probabilities
         waits = episode.turn(
             np.array(asked.token_ids, dtype=np.int32),
             max_tokens=limits.max_tokens,

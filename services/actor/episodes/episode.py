@@ -120,7 +120,7 @@ class Episode:
         self.policy_fault = ""
 
     def not_served(self, turn: RecordedTurn, over: asyncio.Event) -> None:
-        """Record that the run of `over` did not receive a turn. A later run, which may have requested it, is unaffected."""
+        """Record that the run whose end is `over` did not receive a turn. A later run that requested it is unaffected."""
         if over is self.over and turn in self.served:
             self.served.remove(turn)
 
@@ -199,7 +199,7 @@ class Episode:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def result(self) -> tuple[Branch, ...]:
-        """Return the branches of the finished turns that were served to the environment's last run. Drop the other turns."""
+        """Return the branches of the finished turns that the environment's last run received. Count the others as dropped."""
         good = [turn for turn in self.served if turn.is_finished]
         branches = _branches(good)
         self.metrics.episode_branches.inc(max(0, len(branches) - 1))

@@ -254,7 +254,7 @@ class TemplateFormat:
         said = messages[num_known - 1].get("content", "").strip()
         if not (everything.startswith(known) and known.endswith(end) and said in known):
             return None
-        if not known.startswith(self._text(messages[: num_known - 1], tools)):  # such as <think>, which only begins a turn
+        if not known.startswith(self._text(messages[: num_known - 1], tools)):  # `known` lacks a turn's start, such as <think>
             return None
         rest, is_ended = everything[len(known) :], sampled_ids[-1:] == [self._end]
         if self._is_next_role:
@@ -341,8 +341,8 @@ def _with_tool_names(messages: list[Message]) -> list[Message]:
 
 
 def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: bool) -> list[Message]:
-    """Write tools, calls and results as text in the form of Hermes models, for a template without tools. The tools are added to
-    the system message or, if the template has none, to the first message."""
+    """Write tools, calls and results as text in the form of Hermes models, for a template without tools. The list of tools
+    goes into the system message or, if the template takes no system message, into the first message."""
     said: list[Message] = []
     if tools:
         text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))

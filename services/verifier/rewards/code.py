@@ -106,7 +106,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 
 def program_in(answer: str) -> tuple[str, str]:
-    """Return the program in an answer, and where it was, such as 'took its code block'. The program is the last fenced block
+    """Return the program in an answer, and a note such as 'took its code block'. The program is the last fenced block
     marked as Python, else the last unmarked block, else the whole answer. A block may lack its end."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
@@ -224,7 +224,7 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Yield tests of statements, with all names of the program that they use. Raises `ValueError` if they use none."""
+    """Yield a test for each text, with all names of the program that the texts use. Raises `ValueError` if they use none."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)

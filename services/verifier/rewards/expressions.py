@@ -75,7 +75,7 @@ def _repeating(found: re.Match[str]) -> str:
 
 
 def _named(found: re.Match[str]) -> str:
-    """Return the name of the function in f(x) = 2x."""
+    """Turn f(x), the left side of f(x) = 2x, into one symbol."""
     return f"{found[1]}_{{" + re.sub("[^a-zA-Z0-9']", "", found[3] + (found[2] or "")) + "}"
 
 

@@ -93,7 +93,7 @@ class Peer:
         return self._remotes.setdefault(number, Remote(self, number))
 
     def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
-        """Have the other end perform an operation, and return the result. Changes of the arguments are copied back."""
+        """Have the other end perform an operation, and return the result. Changes to the arguments are copied back."""
         given = [self._encoded(each) for each in arguments], {name: self._encoded(each) for name, each in keywords.items()}
         with contextlib.suppress(ConnectionError):  # if the other process has ended, nothing is received below
             self._send([operation, *given])
@@ -287,7 +287,7 @@ def _check() -> None:
 
 
 def _collected(tests: dict[str, Any]) -> str:
-    """Run test functions, methods and test cases as pytest would. Return why this is impossible, or "". Raises their errors."""
+    """Run test functions, methods and cases as pytest would. Return why this is impossible, or "". Raises the tests' errors."""
     runs = list[Callable[[], Any]]()
     for name, value in list(tests.items()):
         own = getattr(value, "__module__", None) == "tests" and not isinstance(value, Remote)

@@ -35,7 +35,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A score. `value` is the reward: 1 for a right answer, or the sum of `parts` if there are any. `metrics` are separate."""
+    """A scorer's result. `value`: 1 for a right answer, or the sum of `parts` if there are any. `metrics` add nothing to it."""
 
     value: float
     reason: str = ""
