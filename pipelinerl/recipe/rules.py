@@ -51,7 +51,7 @@ STORES_OF_LOG = ("s3", "gs", "file")
 
 
 def wrong_url(url: str, stores: Sequence[str] = STORES) -> str:
-    """Return the problem of a URL that does not name a folder in one of `stores`; empty if it does."""
+    """Return what is wrong with a URL that should name a folder in one of `stores`; empty if nothing is."""
     parts = urlsplit(url)
     if parts.scheme not in stores or not url.startswith(f"{parts.scheme}://"):
         return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in stores)}..."
@@ -77,7 +77,7 @@ def _model(recipe: Recipe) -> Broken:
         yield "model.name", problem
     if model.source == "package" and model.name not in PACKAGED:
         yield "model.name", f"is not a small model of this package; use {one_of([*PACKAGED])}"
-    if model.source == "hub" and model.name in PACKAGED:  # --set model.source=hub has kept the name.
+    if model.source == "hub" and model.name in PACKAGED:  # --set model.source=hub left the old name in place
         yield "model.name", "is a small model of this package, not of the hub; give a Hugging Face id"
 
 
@@ -94,8 +94,8 @@ def _tasks(recipe: Recipe) -> Broken:
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
-    """Yield pairs (field of `TaskConfig`, problem). If the recipe's small model cannot read the task, that comes first."""
-    from_file = task.source == "jsonl" and task.prompt_style == "plain"  # `preflight` reads the characters of its prompts
+    """Yield pairs (field of `TaskConfig`, problem). If the recipe's small model cannot read the task, this comes first."""
+    from_file = task.source == "jsonl" and task.prompt_style == "plain"  # `preflight` checks the characters of such prompts
     if recipe.model.source == "package" and recipe.model.name in PACKAGED and not from_file:
         source, name = PACKAGED[recipe.model.name]
         other = "set model.source to another one: hub, path, checkpoint or smollm2"
@@ -118,13 +118,13 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
     if task.prompt_template and task.source in ("environment", "agent"):
         yield "prompt_template", f"is not used: task.source = {task.source!r} writes its prompts itself; leave it out"
     if task.answer_pattern and not task.answer_field:
-        yield "answer_pattern", "searches task.answer_field, which is empty; name that field"
+        yield "answer_pattern", "searches task.answer_field, which is empty; set that field, or leave this one out"
     if task.source == "verifiers" and task.path:
         yield "path", "is not used: an environment of verifiers has its own problems; leave it out"
     if task.source == "environment" and not IMPORT_PATH.fullmatch(task.name):
         yield "name", "must name a class, such as pkg.module:Class, because task.source = 'environment'"
     if bool(task.tools) != (task.source == "tools"):
-        yield "tools", f"task.source = {task.source!r} {'needs functions' if task.source == 'tools' else 'has no tools'}"
+        yield "tools", f"task.source = {task.source!r} {'needs functions' if task.source == 'tools' else 'uses no tools'}"
     if bool(task.command) != (task.source == "agent"):
         yield "command", f"task.source = {task.source!r} {'needs a program' if task.source == 'agent' else 'runs no program'}"
     try:
@@ -158,13 +158,13 @@ def _rewards(recipe: Recipe) -> Broken:
             if abs(value_at(recipe, f"{place}reward.{name}")) > reward.max_abs:
                 yield f"{place}reward.{name}", f"is above reward.max_abs ({reward.max_abs:g}); lower it, or raise max_abs"
         if reward.scorer == "code" and is_confined:
-            yield f"{place}reward.scorer", "code cannot be mixed with a function of your own that has reward.sandbox: true"
+            yield f"{place}reward.scorer", "code cannot be used beside a function of yours that has reward.sandbox: true"
         if reward.scorer == "code" and share.task.source in ("tools", "agent"):
             yield f"{place}reward.scorer", f"code scores no episodes (task.source = {share.task.source!r}); use another scorer"
         if share.task.source == "agent" and reward.overlong.buffer_tokens:
             yield f"{place}reward.overlong.buffer_tokens", "an agent's answer has no length in tokens; use 0"
         if share.task.source in ("environment", "agent", "verifiers") and reward.truncated == "zero":
-            yield f"{place}reward.truncated", f"{share.task.source!r} does not say which turns were cut; use score or mask"
+            yield f"{place}reward.truncated", f"source {share.task.source!r} does not report cut turns; use score or mask"
         if share.task.source == "verifiers" and reward.sandbox:
             yield f"{place}reward.sandbox", "a sandbox would block the servers that verifiers starts for an episode; use null"
 

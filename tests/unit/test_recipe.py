@@ -728,7 +728,7 @@ def test_a_recipe_for_gpus_is_not_for_a_machine_without(monkeypatch: pytest.Monk
     text, is_lacking = lacking["model.dtype"]
     assert is_lacking
     assert "needs a GPU, and this machine has no NVIDIA GPU" in text
-    assert "without one, run repeated-addition, or smollm2" in text
+    assert "without one, run the recipe repeated-addition, or smollm2" in text
     recipe = recipe_from_data(minimal(), "x", halves)
     with pytest.raises(RecipeError) as refused:
         check_environment(recipe)
@@ -799,7 +799,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program"),
         ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
         ({"source": "agent", "command": "a", "path": "p"}, "reward.overlong.buffer_tokens", "answer has no length in tokens"),
-        ({"source": "agent", "command": "a", "path": "p"}, "reward.truncated", "does not say which turns were cut"),
+        ({"source": "agent", "command": "a", "path": "p"}, "reward.truncated", "does not report cut turns"),
         ({"source": "agent", "command": "python agent.py"}, "task.path", "needs a file of problems here"),
     ],
 )
@@ -837,7 +837,7 @@ def test_the_cuda_build_of_vllm_does_not_run_without_a_gpu(monkeypatch: pytest.M
     text, is_lacking = found()["actor.engine"]
     assert is_lacking
     assert "'vllm': is built for CUDA here and needs a GPU, and this machine has no NVIDIA GPU" in text
-    assert text.endswith("for the CPU: make clean && make install")
+    assert text.endswith("for the CPU, run: make clean && make install")
     monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
     assert found() == {}
 
