@@ -159,7 +159,7 @@ def _lines(path: Path, stream: io.BufferedIOBase) -> Iterator[bytes]:
 def _whole(path: Path, stream: io.BufferedIOBase) -> bytes:
     content = stream.read(LARGEST_WHOLE + 1)
     if len(content) > LARGEST_WHOLE:
-        raise UserError(f"{path}: has over {LARGEST_WHOLE:,} bytes, too many for this format; use JSONL or Parquet without .gz")
+        raise UserError(f"{path}: more than {LARGEST_WHOLE:,} bytes, too many for this format; use JSONL or unzipped Parquet")
     return content
 
 
