@@ -176,7 +176,7 @@ def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
 
 
 def regex(group: str = "") -> AfterValidator:
-    """Return a validator of regular expressions. If `group` is given, it says what the required group 1 contains."""
+    """Return a validator of regular expressions. If `group` is set, such as to "answer", a group (...) is required."""
 
     def checked(value: str) -> str:
         try:
@@ -286,7 +286,7 @@ class TaskConfig(Section):
     """For `reasoning_gym`, the family; for `environment`, `pkg.module:Class`; for `verifiers`, the environment's id; for other
     sources, a label; default: the file name in `path`, without extension."""
     config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = {}
-    """Arguments of the reasoning-gym family or the environment. For `hub`, a text here sets `subset`."""
+    """Arguments of the reasoning-gym family or the environment. For `hub`, a string here sets `subset`."""
     path: str = ""
     """File of problems (JSONL, a JSON array, CSV, TSV or Parquet; also compressed, .gz or .zst), folder of such files, or
     pattern such as data/*.jsonl. For `hub`, the id of the data set, or a local folder laid out like one. Optional for
@@ -497,7 +497,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
 }
 """Published values of `AlgorithmConfig` by loss: GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071, section 5.1; CISPO, arXiv
-2506.13585, section 3.1. CISPO's upper bound of weights is not published; 1 + 4 = 5 is c of the PipelineRL paper."""
+2506.13585, section 3.1. CISPO's upper bound of weights is not published. The 4 here makes it 5, like c in the PipelineRL
+paper."""
 
 
 class AlgorithmConfig(Section):
@@ -517,12 +518,13 @@ class AlgorithmConfig(Section):
     mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
     mask_kl: float = Field(0.5, ge=0, description="δ, nats: limit for `off_policy_sequence`.")
     advantage: Literal["group_mean", "leave_one_out", "value"] = "leave_one_out"
-    """Baseline of the reward. `value`: a learned value head (paper, eq. 4)."""
+    """Baseline subtracted from the reward. `group_mean`: mean of the group. `leave_one_out`: mean of the group's other samples.
+    `value`: a learned value head (paper, eq. 4)."""
     value_coefficient: float = Field(0.1, gt=0, description="Weight of the value loss 0.5 (v - R)² if `advantage: value`.")
     normalize_std: bool = Field(False, description="Divide advantages by the group's standard deviation (GRPO).")
     normalization: Literal["token", "sequence", "batch"] = "batch"
-    """How the loss is averaged. `token`: mean over all tokens (DAPO). `sequence`: mean over the tokens of each sequence, then
-    over sequences (GRPO). `batch`: sum over all tokens / number of sequences (paper)."""
+    """Averaging of the loss. `token`: mean over all tokens (DAPO). `sequence`: mean over the tokens of each sequence, then over
+    sequences (GRPO). `batch`: sum over all tokens / number of sequences (paper)."""
     kl_coefficient: float = Field(0.0, ge=0, description="Weight of the KL term (k3 estimate) to the initial policy.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     filter_equal_rewards: bool = False
@@ -551,7 +553,7 @@ class LoraConfig(Section):
         list[str] | Literal["all-linear"],
         must(lambda names: names and all(names), "name at least one layer, such as q_proj, or use all-linear"),
     ] = "all-linear"
-    """Linear layers that get adapters, given by the ends of their names, such as q_proj; `all-linear`: all except the output
+    """Linear layers that get adapters, given by the ends of their names, such as q_proj; `all-linear`: all but the output
     head."""
     send: Literal["adapter", "merged"] = "adapter"
     """Content of weight updates. `adapter`: A and B, which actors apply beside their initial weights. `merged`: whole weights
@@ -592,8 +594,7 @@ class TrainerConfig(Section):
     gradient_checkpointing: Changeable[bool] = Field(False, description="Recompute activations in backward, to save memory.")
     compile: Changeable[bool] = Field(False, description="Use torch.compile: faster on a GPU, little gain on CPU.")
     nproc: OrAuto[int] = Field(1, ge=1, le=4096)
-    """Ranks (processes) of a local run's trainer, one per GPU. `auto`: the trainer's share of this machine's GPUs, or 1 without
-    a GPU."""
+    """Ranks (processes) of a local run's trainer, one per GPU. `auto`: its share of the machine's GPUs, or 1 without a GPU."""
     context_parallel: Changeable[int] = Field(1, ge=1, le=1024)
     """Number of ranks that share each packed row, for sequences that do not fit on one GPU."""
     shard_ranks: Changeable[int] = Field(0, ge=0, le=65_536)
@@ -623,8 +624,7 @@ class WeightUpdateConfig(Section):
     """Store in which the trainer keeps versions, whole and as differences (docs/weight-log.md): `nats`, or the URL of a folder,
     such as s3://bucket/weights. Empty = none; with `backend: log`, empty means `nats`."""
     anchor_every: Changeable[int] = Field(20, ge=1, le=4096)
-    """Versions from one that `weights.log` keeps whole to the next; fewer if the differences grow larger than a whole
-    version."""
+    """Versions from one that `weights.log` keeps whole to the next; fewer if the differences grow larger than that one."""
     keep_versions: Changeable[bool] = False
     """Keep every version in `weights.log`. false = delete all versions before the second newest whole one."""
     chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast; null: gloo 16, nccl 128.")

@@ -174,7 +174,7 @@ def header_of(path: Path) -> Mapping[str, Any]:
 
 
 def known_parameters(model: ModelConfig) -> int:
-    """Return the model's number of parameters, or 0 if only the network could tell it. Raises like `parameters_in`."""
+    """Return the model's number of parameters without using the network; 0 if unknown. Raises like `parameters_in`."""
     if (folder := model_folder(model)) is None:
         return _SMOLLM2_PARAMETERS if model.source == "smollm2" else 0
     return parameters_in(folder)

@@ -244,7 +244,7 @@ def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Sour
         known = json.loads((SMALL_MODELS / recipe.model.name / "tokenizer.json").read_bytes())["model"]["vocab"]
         unknown = ((one.place, letter) for one in source.problems for letter in one.question if letter not in known)
         for place, letter in islice(unknown, 1):
-            fix = f"{place} has {letter!r}, which the vocabulary of the small model {recipe.model.name!r} (model.name) lacks"
+            fix = f"{place} has {letter!r}, but the vocabulary of the small model {recipe.model.name!r} (model.name) lacks it"
             other = "set model.source to another one: hub, path, checkpoint or smollm2"
             yield FieldError("task.path", source.path, f"{fix}; {other}")
 

@@ -152,7 +152,7 @@ def _lines(path: Path, stream: io.BufferedIOBase) -> Iterator[bytes]:
         size += len(line)
         if len(line) > LONGEST_LINE or size > LARGEST_UNPACKED:
             what = f"a line of more than {LONGEST_LINE:,}" if len(line) > LONGEST_LINE else f"more than {LARGEST_UNPACKED:,}"
-            raise UserError(f"{path}: holds {what} bytes; split it, or correct the extension of its name")
+            raise UserError(f"{path}: holds {what} bytes; split it, or correct its file extension")
         yield line
 
 
@@ -179,7 +179,7 @@ def _jsonl_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Va
 
 
 def _decoded(line: bytes, number: int = 1) -> str:
-    """Return the text of a file's line `number`. Raises `BadRow` if it is not UTF-8, or if a quarter is zero bytes."""
+    """Return the text of a file's line `number`. Raises `BadRow` if it is not UTF-8, or if a quarter of it is zeros."""
     try:
         text = line.decode()
         if 4 * line.count(0) < len(line):

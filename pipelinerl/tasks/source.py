@@ -4,10 +4,10 @@ With the same settings, the same split and index give the same problem in every 
 problem's number. Held-out questions of files, the hub and reasoning-gym never occur in training. All rows are read at the
 start. The seed selects held-out rows at random, because files are often sorted, and shuffles the other rows for each pass.
 
-A reasoning-gym family generates problems in blocks of `BLOCK`. The seed of a block is derived from the run's seed, the split
-and the block's number. A training problem whose question is held out is replaced by another one. Some families of reasoning-gym
-0.1.25 (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder) iterate over sets. Processes generate the same
-problems of these families only with the same PYTHONHASHSEED.
+A reasoning-gym family generates problems in blocks of `BLOCK`. A block's seed is derived from the split, the block's number
+and, for training, the run's seed. A training problem whose question is held out is replaced with another one. Some families of
+reasoning-gym 0.1.25 (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder) iterate over sets. Processes
+generate the same problems of these families only with the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Problem:
     question: str
     """The prompt; if the prompt is a list of messages, their JSON."""
     reference: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values: `answer`; `row`, if it has more than prompt and answer; for reasoning-gym also `dataset` and `entry`."""
+    """JSON values: `answer`; `row`, if the row has other fields that matter; for reasoning-gym also `dataset` and `entry`."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """The prompt if the row has it as a list of OpenAI messages."""
+    """The prompt's messages, if the row has a list of OpenAI messages; otherwise empty."""
     place: str = field(default="", compare=False)
     """The problem's place, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
     file: str = field(default="", compare=False)
@@ -296,7 +296,7 @@ def _text(text: str, what: str) -> str:
 
 
 def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
-    """Return the problem of a list of messages that cannot be a prompt; empty if it can."""
+    """Return what makes a list of messages unusable as a prompt; empty if nothing does."""
     if config.prompt_style != "chat":
         return f"is a list of messages, which task.prompt_style = {config.prompt_style!r} does not take; use chat"
     for message in messages:
@@ -343,7 +343,7 @@ _OURS = ("seed", "size")
 """Arguments that this module sets for every family."""
 _LIST_FAMILIES = 'python -c "from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))"'
 HELDOUT_SEED = 0
-"""Seed of held-out problems. It is the same for all runs, so that their accuracies can be compared."""
+"""Seed of a family's held-out problems. It is the same for all runs, so that their accuracies can be compared."""
 
 
 class ReasoningGymSource:

@@ -138,7 +138,7 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
         "--set", "task.heldout_problems=1",
     )  # fmt: skip
     assert code == 2
-    assert "task.path = 'mine/questions.csv': line 2 has 'W', which the vocabulary of the small model 'arithmetic'" in errors
+    assert "task.path = 'mine/questions.csv': line 2 has 'W', but the vocabulary of the small model 'arithmetic'" in errors
 
 
 @pytest.mark.parametrize(
