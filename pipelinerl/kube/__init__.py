@@ -1,2 +1,2 @@
-"""Calls to the Kubernetes API by the trainer and by people who submit runs, a release's page, and checks of the chart's values.
-Other modules decide what a pod's end means for a run."""
+"""Kubernetes: calls to its API by the trainer and by people who submit runs, the page of a release, and checks of the chart's
+values. Other modules decide what the end of a pod means for a run."""

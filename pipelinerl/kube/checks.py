@@ -1,7 +1,7 @@
 """Check the chart's values against each other and against the recipe, for `pipelinerl validate --chart-values FILE`.
 
-The chart's Job runs this before an install or upgrade changes anything. It has the checks that need arithmetic or a parsed
-recipe. The chart's templates have the cheap ones, and those without which they would render wrong objects.
+The chart's Job runs this before an install or upgrade changes anything. This module has the checks that need arithmetic or a
+parsed recipe. The chart's templates have the simple checks, and those that prevent rendering a wrong object.
 """
 
 from __future__ import annotations

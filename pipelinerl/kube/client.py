@@ -2,7 +2,7 @@
 
 `KubeClient` has the rights of a pod's ServiceAccount, `PersonClient` those of a person's kubeconfig. The chart's Role grants
 exactly the permissions listed here. The library reads the pod's token again every minute, and this client also does so if the
-API refuses the token. Apart from that, only an insistent client repeats calls, because callers know how urgent a call is.
+API refuses the token. Other failed calls are repeated only with `insists`, because callers know how urgent a call is.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class KubeClient:
         return (await self.call(PATCH_CONFIG, name=name, body={"data": {**data}})).get("data") or {}
 
     async def scale(self, permission: Permission, name: str, replicas: int | None = None) -> int:
-        """Scale the object `name` like `kubectl scale`, or read its scale, and return its replicas. `permission`: to do so."""
+        """Scale the object `name` to `replicas`, or only read its scale if that is None. Return its replicas."""
         body = {} if replicas is None else {"body": {"spec": {"replicas": replicas}}}
         return int((await self.call(permission, name=name, **body))["spec"].get("replicas", 0))  # the API leaves a zero out
 

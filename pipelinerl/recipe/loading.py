@@ -1,5 +1,5 @@
-"""Load a recipe by name or file, apply `--set` overrides, and validate it. Errors describe every wrong field. Also write a
-recipe as YAML, and compare the recipe that started a run with the one that resumes it."""
+"""Load a recipe by name or file, apply `--set` overrides, and validate it. Errors describe every wrong field. Other functions
+write a recipe as YAML, and compare a run's first recipe with the one that resumes it."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Return the field's path and the value in `a.b=value`. The value is read as YAML, except in a field for text or a list of
-    texts: there, an empty value, invalid YAML and a YAML comment such as `#(\\d+)$` stay text. Raises `FieldError` if `=` or a
-    name is missing, or if the value is not YAML."""
+    """Return the field's path and the value in `a.b=value`, which is read as YAML. A field for text or a list of texts takes an
+    unquoted value literally if it is empty or has a YAML comment, such as `#(\\d+)$`. A field for text also takes invalid YAML
+    literally. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
@@ -122,7 +122,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _as_taken(kind: Any, text: str) -> str | list[str] | None:
-    """Return the first of `text` and [text] that a field of type `kind` accepts, or None. For "", the list is empty."""
+    """Return `text`, or else [text], if a field of type `kind` accepts it; otherwise None. For "", the list is empty."""
     for value in (text, [text] if text else []):
         with contextlib.suppress(ValidationError):
             TypeAdapter(kind).validate_python(value)
@@ -163,8 +163,8 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the data of a recipe whose file is in `folder`. A path to problems, to an agent's program or to a chat template
-    gets `folder` as its prefix if it exists there. Other paths stay relative to the current folder."""
+    """Return the data of a recipe whose file is in `folder`. Paths to problems, to an agent's program and to a chat template
+    get `folder` as a prefix if they exist there. Otherwise they stay relative to the current folder."""
 
     def found(path: Any) -> Any:
         if not isinstance(path, str) or not path or "\0" in path or is_template(path):
@@ -190,7 +190,7 @@ def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 _WITH_PATHS = ("task", "tasks", "evaluation", "sets", "model")
-"""Sections of a recipe that hold paths, and sections that hold these."""
+"""Sections of a recipe that hold paths, and the sections around them."""
 
 
 def modules_beside(recipe: Recipe, file: Path) -> Path | None:
@@ -210,8 +210,8 @@ def modules_beside(recipe: Recipe, file: Path) -> Path | None:
 
 
 def recipe_of_run(path: Path, option: str = "RUN") -> Recipe:
-    """Return the recipe that a run has written to recipe.yaml in its folder. Raises `FieldError` on `option` if there is none.
-    For invalid content, the error suggests the version that wrote it."""
+    """Return the recipe that a run has written to recipe.yaml in its folder. Raises `FieldError` on `option` if that file is
+    missing. If the file is invalid, `UserError` suggests the version that wrote it."""
     check_folder(path.parent, option)
     if not path.is_file():
         raise FieldError(option, str(path.parent), f"has no {path.name}; give the folder of a run, such as runs/NAME")
@@ -259,7 +259,7 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
 
 
 def _read_chat_template(data: dict[str, Any]) -> Iterator[FieldError]:
-    """Replace the name of a file in `model.chat_template` by the file's text, because other machines do not have the file.
+    """Replace the name of a file in `model.chat_template` with the file's text, because other machines do not have the file.
     Yield an error if the file cannot be read or holds no template."""
     model = data.get("model")
     path = model.get("chat_template") if isinstance(model, dict) else None
@@ -280,7 +280,7 @@ def is_template(text: str) -> bool:
 
 
 def no_template_file(path: str) -> FieldError:
-    fix = f"there is no such file{'' if Path(path).is_absolute() else f' in {Path.cwd()}'}; name a Jinja chat template"
+    fix = f"there is no such file{'' if Path(path).is_absolute() else f' in {Path.cwd()}'}; give a file with a chat template"
     return FieldError("model.chat_template", path, f"{fix}, or its text (helm --set-file recipe.set.model.chat_template=FILE)")
 
 
@@ -337,10 +337,10 @@ def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
 
 def recipe_changes(old: Mapping[str, Any], new: Recipe) -> list[Change]:
     """Return all fields that differ, in the recipe's order. `old` may be from another version of pipelinerl. A field that is
-    not in `old` counts as this version's default. A field that this version does not know has the new value `UNKNOWN`. A
-    section that is null in one of the recipes is one change."""
+    not in `old` has this version's default. A field that this version does not know has the new value `UNKNOWN`. A section that
+    is null in only one of the recipes counts as one change."""
     algorithm = old.get("algorithm")
-    if isinstance(algorithm, Mapping):  # Some losses bring published values as defaults.
+    if isinstance(algorithm, Mapping):  # Some losses change the defaults of other fields.
         old = {**old, "algorithm": {**PUBLISHED.get(str(algorithm.get("loss")), {}), **algorithm}}
     return list(_differences(old, new.model_dump(mode="json"), Recipe))
 

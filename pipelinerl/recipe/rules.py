@@ -51,7 +51,7 @@ STORES_OF_LOG = ("s3", "gs", "file")
 
 
 def wrong_url(url: str, stores: Sequence[str] = STORES) -> str:
-    """Return the problem of a URL that does not name a folder in one of `stores`; empty if it does."""
+    """Return what is wrong with a URL that should name a folder in one of `stores`; empty if nothing is."""
     parts = urlsplit(url)
     if parts.scheme not in stores or not url.startswith(f"{parts.scheme}://"):
         return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in stores)}..."
@@ -77,7 +77,7 @@ def _model(recipe: Recipe) -> Broken:
         yield "model.name", problem
     if model.source == "package" and model.name not in PACKAGED:
         yield "model.name", f"is not a small model of this package; use {one_of([*PACKAGED])}"
-    if model.source == "hub" and model.name in PACKAGED:  # --set model.source=hub has kept the name.
+    if model.source == "hub" and model.name in PACKAGED:  # --set model.source=hub left the old name in place
         yield "model.name", "is a small model of this package, not of the hub; give a Hugging Face id"
 
 
@@ -94,12 +94,12 @@ def _tasks(recipe: Recipe) -> Broken:
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
-    """Yield pairs (field of `TaskConfig`, problem). If the recipe's small model cannot read the task, that comes first."""
-    from_file = task.source == "jsonl" and task.prompt_style == "plain"  # `preflight` reads the characters of its prompts
+    """Yield pairs (field of `TaskConfig`, problem). If the recipe's small model cannot read the task, this comes first."""
+    from_file = task.source == "jsonl" and task.prompt_style == "plain"  # `preflight` checks the characters of such prompts
     if recipe.model.source == "package" and recipe.model.name in PACKAGED and not from_file:
         source, name = PACKAGED[recipe.model.name]
         other = "set model.source to another one: hub, path, checkpoint or smollm2"
-        fix = f"the small model {recipe.model.name!r} (model.name) reads only compact prompts of {source}'s {name}; {other}"
+        fix = f"the small model {recipe.model.name!r} (model.name) reads only compact prompts of {name} ({source}); {other}"
         if task.source != source:
             yield "source", fix
         elif task.name != name:
@@ -118,15 +118,15 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
     if task.prompt_template and task.source in ("environment", "agent"):
         yield "prompt_template", f"is not used: task.source = {task.source!r} writes its prompts itself; leave it out"
     if task.answer_pattern and not task.answer_field:
-        yield "answer_pattern", "searches task.answer_field, which is empty; name that field"
+        yield "answer_pattern", "searches task.answer_field, which is empty; set that field, or leave this one out"
     if task.source == "verifiers" and task.path:
         yield "path", "is not used: an environment of verifiers has its own problems; leave it out"
     if task.source == "environment" and not IMPORT_PATH.fullmatch(task.name):
         yield "name", "must name a class, such as pkg.module:Class, because task.source = 'environment'"
     if bool(task.tools) != (task.source == "tools"):
-        yield "tools", f"task.source = {task.source!r} {'needs functions' if task.source == 'tools' else 'has no tools'}"
+        yield "tools", f"source {task.source!r} {'needs functions' if task.source == 'tools' else 'uses none; leave it out'}"
     if bool(task.command) != (task.source == "agent"):
-        yield "command", f"task.source = {task.source!r} {'needs a program' if task.source == 'agent' else 'runs no program'}"
+        yield "command", f"source {task.source!r} {'needs a program' if task.source == 'agent' else 'runs none; leave it out'}"
     try:
         shlex.split(task.command)
     except ValueError:
@@ -158,13 +158,13 @@ def _rewards(recipe: Recipe) -> Broken:
             if abs(value_at(recipe, f"{place}reward.{name}")) > reward.max_abs:
                 yield f"{place}reward.{name}", f"is above reward.max_abs ({reward.max_abs:g}); lower it, or raise max_abs"
         if reward.scorer == "code" and is_confined:
-            yield f"{place}reward.scorer", "code cannot be mixed with a function of your own that has reward.sandbox: true"
+            yield f"{place}reward.scorer", "cannot be combined with your own function in a sandbox (reward.sandbox: true)"
         if reward.scorer == "code" and share.task.source in ("tools", "agent"):
-            yield f"{place}reward.scorer", f"code scores no episodes (task.source = {share.task.source!r}); use another scorer"
+            yield f"{place}reward.scorer", f"cannot score episodes (task.source = {share.task.source!r}); use another scorer"
         if share.task.source == "agent" and reward.overlong.buffer_tokens:
             yield f"{place}reward.overlong.buffer_tokens", "an agent's answer has no length in tokens; use 0"
         if share.task.source in ("environment", "agent", "verifiers") and reward.truncated == "zero":
-            yield f"{place}reward.truncated", f"{share.task.source!r} does not say which turns were cut; use score or mask"
+            yield f"{place}reward.truncated", f"source {share.task.source!r} does not report cut turns; use score or mask"
         if share.task.source == "verifiers" and reward.sandbox:
             yield f"{place}reward.sandbox", "a sandbox would block the servers that verifiers starts for an episode; use null"
 
@@ -183,7 +183,7 @@ def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
     if task.source in ("environment", "verifiers"):
         own = f"the environment gives the reward (task.source = {task.source!r})"
         if reward.scorer != "task":
-            yield "scorer", f"{own}; use the scorer task, if necessary in a `reward` section of this task"
+            yield "scorer", f"{own}; use the scorer task here (this task can have a `reward` section)"
         yield from ((name, f"is ignored: {own}; leave it out for this task") for name in _OF_COMPLETIONS if name in told)
     for name, scorer in _OF_SCORER.items():
         if name in told and reward.scorer != scorer:
@@ -221,9 +221,9 @@ def _schedule(recipe: Recipe) -> Broken:
     decay, left = trainer.decay_steps, trainer.steps - trainer.warmup_steps
     schedule = f"trainer.schedule = {trainer.schedule!r}"
     if trainer.schedule == "wsd" and left < 1:
-        yield "trainer.warmup_steps", f"leaves {schedule} no step to decay in (trainer.steps is {trainer.steps}); lower it"
+        yield "trainer.warmup_steps", f"leaves no decay steps for {schedule} (trainer.steps is {trainer.steps}); lower it"
     elif trainer.schedule == "wsd" and not 1 <= decay <= left:
-        yield "trainer.decay_steps", f"{schedule} needs 1 to {left} here: at most all steps after warm-up"
+        yield "trainer.decay_steps", f"use 1 to {left}: {schedule} decays over at most all steps after warm-up"
     if trainer.schedule != "wsd" and decay:
         yield "trainer.decay_steps", f"{schedule} does not use this field; use 0 here, or the schedule wsd"
     if trainer.schedule == "constant" and trainer.final_learning_rate:
@@ -240,7 +240,7 @@ def _others(recipe: Recipe) -> Broken:
         yield "actor.colocate", "needs mode = 'conventional', in which actor and trainer take turns; set that, or use false"
     for name in ("actor.count", "actor.engine.tensor_parallel_size", "trainer.nproc") if recipe.actor.colocate else ():
         if value_at(recipe, name) not in (None, 1):
-            yield name, "actor.colocate is for one actor and one rank on one GPU; use 1 here, or false there"
+            yield name, "must be 1 if actor and trainer share a GPU (actor.colocate); use 1, or turn that off"
     if recipe.trainer.context_parallel > 1 and recipe.model.attention != "auto":
         yield "trainer.context_parallel", "needs model.attention = 'auto'; use that, or 1 here"
     lora = recipe.trainer.lora

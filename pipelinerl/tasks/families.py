@@ -14,8 +14,8 @@ from reasoning_gym.factory import ProceduralDataset
 
 @dataclass
 class RepeatedAdditionConfig:
-    """Bounds are inclusive. The number of additions follows a truncated Pareto distribution with α = `tail_index`. Most
-    problems are short and a few are very long, like the completions of reasoning models."""
+    """Arguments of `repeated_addition`. Bounds are inclusive. The number of additions follows a truncated Pareto distribution
+    with α = `tail_index`. Most problems are short and a few are very long, like the completions of reasoning models."""
 
     min_start: int = 1000
     max_start: int = 9000
@@ -56,7 +56,7 @@ class RepeatedAdditionDataset(ProceduralDataset):
 
 
 def pareto(quantile: float, lowest: int, highest: int, tail_index: float) -> int:
-    """Return the integer at `quantile`, in [0, 1), of a Pareto distribution from `lowest` to `highest`."""
+    """Return the integer at `quantile`, in [0, 1), of a Pareto distribution truncated to [`lowest`, `highest`]."""
     cut_off = (lowest / (highest + 1)) ** tail_index
     return int(lowest * (1 - quantile * (1 - cut_off)) ** (-1 / tail_index))
 
@@ -67,7 +67,7 @@ _INPUTS = (-3, 0, 1, 10)
 
 @dataclass
 class OneLineFunctionConfig:
-    """Bounds are inclusive."""
+    """Arguments of `one_line_function`. Bounds are inclusive."""
 
     min_operations: int = 2
     max_operations: int = 4
@@ -105,7 +105,7 @@ def _apply(value: int, operation: str) -> int:
 
 
 def in_brackets(operations: Sequence[str], are_set: Sequence[bool]) -> str:
-    """Return the expression of `operations` on x. `are_set`: for each operation, whether to set the brackets that it needs."""
+    """Return an expression that applies `operations` to x. `are_set`: whether each gets the brackets that it needs."""
     expression = "x"
     for operation, is_set in zip(operations, are_set, strict=True):
         is_sum = "+" in expression.split(")")[-1] or "-" in expression.split(")")[-1]

@@ -1,7 +1,7 @@
 r"""Find the final answer in a mathematics reference, and make wrong answers that look like it.
 
-A reference is an answer, or a whole solution that ends with `#### 42` (GSM8K) or a box (MATH). Scorers of mathematics read
-references with `final_answer`. `pipelinerl.recipe.rehearsal` tests scorers with the wrong answers of `near_misses`.
+A reference is an answer, or a whole solution that ends with `#### 42` (GSM8K) or contains `\boxed{42}` (MATH). Mathematics
+scorers read references with `final_answer`. `pipelinerl.recipe.rehearsal` tests scorers with `near_misses`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NEUTRAL = re.compile(r"(?:\\frac|\\cdot|\\times|\\[{}]|[|{}()\[\]\s/*^!.+])*1?(
 """Text around a number that may leave its value unchanged, such as brackets, a division by 1, or the factorial of 2."""
 
 FOUND_NONE = "reward.answer_pattern found no answer"
-"""The reason that a reward gives for 0 if a completion has no answer."""
+"""Reason of a reward of 0 for a completion in which no answer was found."""
 
 
 def occurs(reference: str, text: str) -> bool:
@@ -66,7 +66,7 @@ def bare_answer(reference: str) -> str:
 
 
 def near_misses(answer: str) -> list[str]:
-    """Return answers that resemble `answer` and are certainly wrong: its first number, its negation, or its parts swapped."""
+    """Return wrong answers that resemble `answer`: its first number, its negation, or the swapped parts of a pair."""
     bare, misses = re.sub(r"\\[!,;: $()]|[$~£€]", "", answer).strip(" ."), list[str]()
     bare = bare if bare[:1] in ("(", "[") else re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", bare)
     number = re.search(r"\d+(?:\.\d+)?", bare)

@@ -28,7 +28,7 @@ LONGEST_LINE = 64 * 2**20
 LARGEST_WHOLE = 2 * 2**30
 """Maximum bytes of a file that is read at once: a JSON array, or Parquet inside .gz or .zst."""
 LARGEST_UNPACKED = 32 * 2**30
-"""Maximum bytes of all lines of a file. Without it, a small compressed file could take unbounded time."""
+"""Maximum bytes of all lines of a file. Without this limit, a small compressed file could take unbounded time."""
 _FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _COMPRESSIONS = (".gz", ".zst", ".zstd")
 _SPLITS = re.compile(r"(?<![a-z])(?:(?P<train>train(ing)?)|(?P<test>test(ing)?|eval(uation)?)|val(id(ation)?)?|dev)(?![a-z])")
@@ -100,7 +100,7 @@ def files_at(path: str) -> list[Path]:
 
 
 def _check_alike(folder: Path, files: list[Path]) -> None:
-    """Raise `FieldError` if the files differ in format, or if their names tell different splits."""
+    """Raise `FieldError` if the files differ in format, or if their names indicate different splits."""
     names = [str(file.relative_to(folder)) for file in files]
     words = [_SPLITS.search(name.lower()) for name in names]
     for kinds in ([known_format(file) for file in files], [word and (word.lastgroup or "validation") for word in words]):
@@ -113,7 +113,7 @@ def _check_alike(folder: Path, files: list[Path]) -> None:
 
 
 def known_format(path: Path) -> str:
-    """Return the format by a file's name, such as `.jsonl` for a.JSONL.gz; empty if it is not supported."""
+    """Return the format that a file's name indicates, such as `.jsonl` for a.JSONL.gz; empty if it is not supported."""
     suffixes = [suffix for suffix in map(str.lower, path.suffixes) if suffix not in _COMPRESSIONS]
     return suffixes[-1] if suffixes and suffixes[-1] in _FORMATS else ""
 
@@ -152,14 +152,14 @@ def _lines(path: Path, stream: io.BufferedIOBase) -> Iterator[bytes]:
         size += len(line)
         if len(line) > LONGEST_LINE or size > LARGEST_UNPACKED:
             what = f"a line of more than {LONGEST_LINE:,}" if len(line) > LONGEST_LINE else f"more than {LARGEST_UNPACKED:,}"
-            raise UserError(f"{path}: holds {what} bytes; split it, or correct the format in its name")
+            raise UserError(f"{path}: holds {what} bytes; split it, or correct its file extension")
         yield line
 
 
 def _whole(path: Path, stream: io.BufferedIOBase) -> bytes:
     content = stream.read(LARGEST_WHOLE + 1)
     if len(content) > LARGEST_WHOLE:
-        raise UserError(f"{path}: more than {LARGEST_WHOLE:,} bytes, but this format is read whole; use JSONL or plain Parquet")
+        raise UserError(f"{path}: more than {LARGEST_WHOLE:,} bytes, too many for this format; use JSONL or unzipped Parquet")
     return content
 
 
@@ -179,7 +179,7 @@ def _jsonl_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Va
 
 
 def _decoded(line: bytes, number: int = 1) -> str:
-    """Return the text of a file's line `number`. Raises `BadRow`, which names the first wrong byte, for another encoding."""
+    """Return the text of a file's line `number`. Raises `BadRow` if it is not UTF-8, or if a quarter of it is zeros."""
     try:
         text = line.decode()
         if 4 * line.count(0) < len(line):
@@ -198,7 +198,7 @@ def _object(row: Any) -> Values | BadRow:
 
 
 def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read a JSON array of objects. A file that does not begin with `[` is read as JSONL, which is often named .json."""
+    """Read a JSON array of objects, or JSONL if the file does not begin with `[`, since many JSONL files are named .json."""
     content = _whole(path, stream)
     is_array = content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     try:
@@ -219,8 +219,7 @@ def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Val
 def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
     """Read rows under a header. The separator is the one that gives the first line the most columns. A .tsv with a tab in its
     first line is separated by tabs. A row's number is that of its first line, because a quoted value may span several lines.
-    Spreadsheets also write rows without values and columns without a name. The former, and spaces after separators, are
-    skipped; no field has the latter's name."""
+    Rows without values, columns without a name and spaces after separators are skipped, because spreadsheets write them."""
     csv.field_size_limit(LONGEST_LINE)
     lines = map(_decoded, _lines(path, stream), count(1))
     reader, first = csv.reader(()), 1
@@ -234,7 +233,7 @@ def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Valu
             if header is None:
                 header, named = values, list(filter(None, values))
                 if len(set(named)) < len(named):
-                    raise UserError(f"{path}: its header has a column twice: {', '.join(named)}")
+                    raise UserError(f"{path}: its header has a column twice: {', '.join(named)}; rename one")
             elif not any(value.strip() for value in values):
                 pass
             elif len(values) == len(header):
@@ -245,7 +244,7 @@ def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Valu
             first = reader.line_num + 1
     except csv.Error as error:
         quoted = "; put the separator right after the closing quote, without a space" if "expected after" in str(error) else ""
-        fix = "; save it with another kind of line ends" if "new-line" in str(error) else quoted
+        fix = "; save it with the line ends of Linux or Windows" if "new-line" in str(error) else quoted
         raise UserError(f"{path}, line {max(1, reader.line_num)}: not CSV: {error}{fix}") from error
     except BadRow as error:
         raise UserError(f"{path}, line {reader.line_num + 1}: {error}") from None
@@ -290,7 +289,7 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
     is_folder = Path(config.path).is_dir()
     commit = None if is_folder else _commit(config)
     was_offline = datasets.config.HF_HUB_OFFLINE
-    # Offline mode avoids half a minute of retries. `load_dataset` has no argument for it, and its variable is read at import.
+    # Offline mode avoids half a minute of retries. `load_dataset` has no argument for it; the variable is read at import.
     datasets.config.HF_HUB_OFFLINE = was_offline or not (is_folder or commit)
     try:
         found = datasets.load_dataset(
@@ -327,7 +326,7 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit of `task.revision`; None if the hub cannot be reached. Raises `FieldError` if there is none."""
+    """Return the commit of `task.revision`; None if the hub cannot be reached. Raises `FieldError` if the hub refuses it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -1,13 +1,13 @@
 """Make the source of problems that a recipe's task section describes.
 
 With the same settings, the same split and index give the same problem in every process, so that a feeder can resume from a
-number. Held-out problems never occur in training. Rows of files or of the hub are all read at the start. The seed selects
-held-out rows at random, because files are often sorted, and shuffles the other rows for each pass.
+problem's number. Held-out questions of files, the hub and reasoning-gym never occur in training. All rows are read at the
+start. The seed selects held-out rows at random, because files are often sorted, and shuffles the other rows for each pass.
 
-A reasoning-gym family generates problems in blocks of `BLOCK`. The seed of a block is derived from the run's seed, the split
-and the block's number. A training problem whose question is held out is replaced by another one. Some families of reasoning-gym
-0.1.25 (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder) iterate over sets. Processes generate the same
-problems of these families only with the same PYTHONHASHSEED.
+A reasoning-gym family generates problems in blocks of `BLOCK`. A block's seed is derived from the split, the block's number
+and, for training, the run's seed. A training problem whose question is held out is replaced with another one. Some families of
+reasoning-gym 0.1.25 (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder) iterate over sets. Processes
+generate the same problems of these families only with the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Problem:
     question: str
     """The prompt; if the prompt is a list of messages, their JSON."""
     reference: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values: `answer`; `row`, if it has more than prompt and answer; for reasoning-gym also `dataset` and `entry`."""
+    """JSON values: `answer`; `row`, if the row has other fields that matter; for reasoning-gym also `dataset` and `entry`."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """The prompt if the row has it as a list of OpenAI messages."""
+    """The prompt's messages, if the row has a list of OpenAI messages; otherwise empty."""
     place: str = field(default="", compare=False)
     """The problem's place, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
     file: str = field(default="", compare=False)
@@ -70,7 +70,7 @@ class Source(Protocol):
     num_heldout: int
 
     def problem(self, split: Split, index: int) -> Problem:
-        """Return a problem. Training problems have any index from 0, held-out problems those below `num_heldout`."""
+        """Return a problem. `index` is at least 0 and, for held-out problems, below `num_heldout`."""
         ...
 
 
@@ -110,7 +110,7 @@ def episode_seed(run_seed: int, split: Split, index: int) -> int:
 
 
 class SeededSource:
-    """Problems of an environment, which draws them from the episode's seed. `verifiers` selects them by number."""
+    """Problems of an environment, which draws them from the episode's seed. The source `verifiers` selects them by number."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems
@@ -122,8 +122,8 @@ class SeededSource:
 
 
 class Division:
-    """A seeded division of problems into held-out and training problems. The latter are shuffled for each pass. Raises
-    `FieldError` if there are too few problems."""
+    """A seeded division of problems into held-out and training problems. Training problems are shuffled anew for each pass.
+    Raises `FieldError` if there are too few problems."""
 
     def __init__(self, size: int, config: TaskConfig, seed: int, *, is_trained_on: bool, where: str) -> None:
         self.num_heldout = config.heldout_problems if is_trained_on else min(config.heldout_problems, size)
@@ -156,7 +156,7 @@ class FileSource:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Number of problems that repeat a question, the first one's place and text, and how many have another answer."""
+        """Number of problems that repeat a question, place and text of the first, and number of those with another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
@@ -205,7 +205,7 @@ _MOST_TOLD = 10
 
 
 def field_names(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
-    """Yield the names of a row's fields, also of those within objects, as `a.b`."""
+    """Yield the names of a row's fields. A field within an object is named `a.b`."""
     for name, value in row.items() if isinstance(row, Mapping) else ():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -231,7 +231,7 @@ def _problem(given: Row, config: TaskConfig) -> Problem:
 
 
 def prompt_of(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any]]:
-    """Return the prompt as text, and the messages of a prompt that is a list of messages. Raises `BadRow`."""
+    """Return the prompt as text, and its messages if the row has it as a list of messages. Raises `BadRow`."""
     if config.source in ("environment", "agent"):  # Environments and agents may read any field of the row.
         return _text(json.dumps(row, ensure_ascii=False, default=str), "the row"), []
     if config.prompt_template:
@@ -265,7 +265,7 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
     only = value[0] if isinstance(value, list) and len(value) == 1 else value
     if not isinstance(only, str | int | float | Decimal) or isinstance(only, bool):
         inside = next(field_names(only, f"{name}."), "") if only is value and isinstance(only, Mapping) else ""
-        such = f", such as {inside!r}" if inside else f", such as {str(only).lower()!r}" if isinstance(only, bool) else ""
+        such = f", such as field {inside!r}" if inside else f", such as {str(only).lower()!r}" if isinstance(only, bool) else ""
         raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number{such}")
     if not isinstance(only, str) and not isfinite(only):
         raise BadRow(f"field {name!r} is {only}, which is not a finite number; leave the row out")
@@ -273,7 +273,7 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
 
 
 def _without_nulls(message: Any) -> Any:
-    """Join the message's text parts, and remove null keys, which Parquet adds and chat templates do not expect."""
+    """Join the message's text parts, and remove null values, which Parquet adds and chat templates do not expect."""
     if not isinstance(message, Mapping):
         return message
     kept = {key: value for key, value in message.items() if value is not None}
@@ -296,12 +296,12 @@ def _text(text: str, what: str) -> str:
 
 
 def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
-    """Return the problem of a list of messages that cannot be a prompt; empty if it can."""
+    """Return what makes a list of messages unusable as a prompt; empty if nothing does."""
     if config.prompt_style != "chat":
         return f"is a list of messages, which task.prompt_style = {config.prompt_style!r} does not take; use chat"
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            return f"has {message!r:.100}, which is not a message; give an object with texts role and content"
+            return f"has {message!r:.100}, which is not a message; give an object whose role and content are texts"
     if not messages or messages[-1]["role"] == "assistant":
         return "must end with a message that the policy answers, not with one of the assistant"
     return ""
@@ -309,7 +309,7 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
     """Return the reference answer, and the whole row if a reward may need more than the texts of prompt and answer. Raises
-    `BadRow` without an answer. Environments, agents and conversations need one only if the recipe sets `answer_field`."""
+    `BadRow` without an answer. Environments, agents and conversations need an answer only if the recipe sets `answer_field`."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
@@ -332,14 +332,14 @@ def _answer_in(text: str, config: TaskConfig) -> str:
 BLOCK = 256
 MOST_TRIES = 64
 _OURS = ("seed", "size")
-"""Arguments of all families that this module sets."""
+"""Arguments that this module sets for every family."""
 _LIST_FAMILIES = 'python -c "from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))"'
 HELDOUT_SEED = 0
-"""Seed of held-out problems. It is the same for all runs, so that their accuracies can be compared."""
+"""Seed of a family's held-out problems. It is the same for all runs, so that their accuracies can be compared."""
 
 
 class ReasoningGymSource:
-    """Problems of a family. Raises `FieldError` if it is unknown, refuses its arguments or has too few distinct problems."""
+    """Problems of a family. Raises `FieldError` if the family is unknown, refuses the arguments or has too few problems."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._family, self._config, self._seed = config.name, config.config, seed
@@ -445,11 +445,11 @@ def check_family(family: str) -> None:
 
 
 def check_arguments(family: str, config: Mapping[str, Any]) -> None:
-    """Raise `FieldError` for a key of `config` that `family` does not take or that follows from the recipe's seed."""
+    """Raise `FieldError` for a key of `config` that `family` does not take, or that this module sets."""
     known = [field.name for field in fields(_families()[family][1]) if field.name not in _OURS]
     for key, value in config.items():
         if key in _OURS:
-            raise FieldError(f"task.config.{key}", value, "leave it out: seed and size follow from the recipe's seed")
+            raise FieldError(f"task.config.{key}", value, "leave it out: PipelineRL sets seed and size")
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""

@@ -100,7 +100,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("validate smollm2 --set task.source=jsonl --set task.path=p.jsonl", "= 'p.jsonl': p.jsonl, line 1: not JSON"),
         ("validate smollm2 --set task.source=jsonl --set task.path=esc.jsonl", r"name one of its fields: \x1b[2J"),
         ("validate there", "recipe = 'there': is a folder without recipe.yaml; give a recipe file"),
-        ("validate arithmetic --reward-rows -1", "--reward-rows = -1: give 0, which tries no reward, or more"),
+        ("validate arithmetic --reward-rows -1", "--reward-rows = -1: give 0 to try no reward, or a larger number"),
         ("validate gsm --fields-only --chart-values nosuch", "--chart-values = 'nosuch': cannot be read as chart values"),
         (
             "validate gsm --fields-only --chart-values there.yaml",

@@ -139,7 +139,7 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
         "--set", "task.heldout_problems=1",
     )  # fmt: skip
     assert code == 2
-    assert "task.path = 'mine/questions.csv': line 2 has 'W', which the vocabulary of the small model 'arithmetic'" in errors
+    assert "task.path = 'mine/questions.csv': line 2 has 'W', but the vocabulary of the small model 'arithmetic'" in errors
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
             "new --data full/utf16.csv",
             "not UTF-8: 26 of 53 bytes are zero; save it as UTF-8, or convert it: iconv -f UTF-16LE -t",
         ),
-        ("new --data full/cr.csv", "save it with another kind of line ends"),
+        ("new --data full/cr.csv", "save it with the line ends of Linux or Windows"),
         ("new --data full/mine.csv --question Answer", "--answer = 'Answer': is the column of the questions; name another one"),
         ("full/mine.csv/new", "DIR = 'full/mine.csv/new': cannot be written: Not a directory; name another folder"),
         ("new --question a", "--question = 'a': applies only to --data FILE; leave it out"),

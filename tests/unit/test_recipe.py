@@ -263,9 +263,9 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("model={source: hub}", "model.name", "is empty: model.source = 'hub' needs a Hugging Face id"),
         ("model={source: hub, name: guess}", "model.name", "is a small model of this package, not of the hub"),
         ("model={source: package, name: x}", "model.name", "is not a small model of this package; use"),
-        ("trainer={steps: 20, schedule: wsd}", "trainer.decay_steps", "0: trainer.schedule = 'wsd' needs 1 to 20 here"),
-        ("trainer={steps: 9, schedule: wsd, warmup_steps: 5, decay_steps: 5}", "trainer.decay_steps", "needs 1 to 4 here"),
-        ("trainer={steps: 9, schedule: wsd, warmup_steps: 9, decay_steps: 1}", "trainer.warmup_steps", "leaves trainer.sch"),
+        ("trainer={steps: 20, schedule: wsd}", "trainer.decay_steps", "0: use 1 to 20: trainer.schedule = 'wsd' decays"),
+        ("trainer={steps: 9, schedule: wsd, warmup_steps: 5, decay_steps: 5}", "trainer.decay_steps", "use 1 to 4: trainer"),
+        ("trainer={steps: 9, schedule: wsd, warmup_steps: 9, decay_steps: 1}", "trainer.warmup_steps", "leaves no decay st"),
         ("algorithm.advantage=group_mean sampling.group_size=1", "algorithm.advantage", "larger groups, or the advantage"),
         ("reward.json_schema={type: object}", "reward.json_schema", "applies only to reward.scorer = 'json_schema'"),
         ("reward.test_timeout_s=3", "reward.test_timeout_s", "applies only to reward.scorer = 'code'"),
@@ -274,7 +274,7 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("reward.overlong.penalty=0.5", "reward.overlong.penalty", "has no effect"),
         ("reward.sandbox=true", "reward.sandbox", "applies only to programs and functions"),
         ("reward.correct=20000", "reward.correct", "is above reward.max_abs (10000)"),
-        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use the scorer task, if necessary"),
+        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use the scorer task here"),
         (f"{GAMES}, reward: {{answer_pattern: '(a)'}}}}]", "evaluation.sets.0.reward.answer_pattern", "is ignored: the env"),
         ("trainer={schedule: cosine, decay_steps: 5}", "trainer.decay_steps", "5: trainer.schedule = 'cosine' does not use"),
         ("trainer.final_learning_rate=0.1", "trainer.final_learning_rate", "0.1: trainer.schedule = 'constant' does not"),
@@ -289,7 +289,7 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ),
         (f"reward.judge={JUDGE}", "reward.judge", "applies only to reward.scorer = 'judge'"),
         ("actor.colocate=true", "actor.colocate", "needs mode = 'conventional', in which actor and trainer take turns"),
-        ("mode=conventional actor.colocate=true actor.count=2", "actor.count", "2: actor.colocate is for one actor and one"),
+        ("mode=conventional actor.colocate=true actor.count=2", "actor.count", "2: must be 1 if actor and trainer share a GPU"),
         ("evaluation.samples=4", "evaluation.samples", "4: greedy answers to a problem are all the same"),
         ("trainer.value_learning_rate=1e-5", "trainer.value_learning_rate", "'leave_one_out' has no value head"),
     ],
@@ -728,7 +728,7 @@ def test_a_recipe_for_gpus_is_not_for_a_machine_without(monkeypatch: pytest.Monk
     text, is_lacking = lacking["model.dtype"]
     assert is_lacking
     assert "needs a GPU, and this machine has no NVIDIA GPU" in text
-    assert "without one, run repeated-addition, or smollm2" in text
+    assert "without one, run the recipe repeated-addition, or smollm2" in text
     recipe = recipe_from_data(minimal(), "x", halves)
     with pytest.raises(RecipeError) as refused:
         check_environment(recipe)
@@ -799,7 +799,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program"),
         ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
         ({"source": "agent", "command": "a", "path": "p"}, "reward.overlong.buffer_tokens", "answer has no length in tokens"),
-        ({"source": "agent", "command": "a", "path": "p"}, "reward.truncated", "does not say which turns were cut"),
+        ({"source": "agent", "command": "a", "path": "p"}, "reward.truncated", "does not report cut turns"),
         ({"source": "agent", "command": "python agent.py"}, "task.path", "needs a file of problems here"),
     ],
 )
@@ -837,7 +837,7 @@ def test_the_cuda_build_of_vllm_does_not_run_without_a_gpu(monkeypatch: pytest.M
     text, is_lacking = found()["actor.engine"]
     assert is_lacking
     assert "'vllm': is built for CUDA here and needs a GPU, and this machine has no NVIDIA GPU" in text
-    assert text.endswith("for the CPU: make clean && make install")
+    assert text.endswith("for the CPU, run: make clean && make install")
     monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
     assert found() == {}
 

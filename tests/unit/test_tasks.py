@@ -379,7 +379,7 @@ def test_rows_as_dapo_and_verl_have_them_in_parquet(tmp_path: Path) -> None:
         FieldError, match=r"task\.answer_field = 'reward_model\.truth': .*reward_model\.ground_truth, reward_model"
     ):
         FileSource(file_task(path, **{**nested, "answer_field": "reward_model.truth"}), seed=0)
-    with pytest.raises(UserError, match=r"row 1: field 'reward_model' is .* or a number, such as 'reward_model\.ground_truth'"):
+    with pytest.raises(UserError, match=r"row 1: field 'reward_model' is .* such as field 'reward_model\.ground_truth'"):
         FileSource(file_task(path, **{**nested, "answer_field": "reward_model"}), seed=0)
     with pytest.raises(FieldError, match=r"task\.prompt_template = 'nothing': .*name one of its fields: data_source"):
         FileSource(file_task(path, **nested, prompt_template="{nothing}"), seed=0)
