@@ -83,8 +83,8 @@ async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.T
 
 
 async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Record every optimizer step once, in order. A restarted trainer may have undone steps. Steps taken before
-    its first answer do not count for the pace."""
+    """Record every optimizer step once, in order, and remove the steps that a restart of the trainer undid. Steps that a
+    trainer took before its first answer do not count for the pace."""
     incarnation, begun, heard = -1, 0, 0
     while True:
         if (status := await _status(trainer)) is not None:

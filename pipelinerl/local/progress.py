@@ -179,7 +179,7 @@ def silence(state: RunState, elapsed_s: float) -> str:
 
 
 def checkpoint_text(version: int, written: int, total: int, passed_s: float) -> str:
-    """Describe a checkpoint of which `written` of `total` bytes (0 = unknown) were written in `passed_s` seconds."""
+    """Describe a checkpoint's progress: `written` of `total` bytes (0 = unknown), after `passed_s` seconds."""
     unit, name = (1e9, "GB") if max(written, total) >= 1e9 else (1e6, "MB")
     text = f"writing the checkpoint of version {version}: {written / unit:,.0f}"
     if total <= written:
