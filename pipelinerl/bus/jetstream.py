@@ -85,7 +85,7 @@ async def service_bus(
     settings: BusSettings, stop: asyncio.Event, limits: StreamLimits | None = None, request_timeout_s: float = 10.0
 ) -> AsyncIterator[Bus]:
     """Connect a service to its run, and retry until NATS is reachable. Raises `StartStopped` if `stop` is set meanwhile. Raises
-    at once every error that is not a `BusError`, such as `FieldError` for a missing file."""
+    any other error than `BusError` at once, such as `FieldError` for a missing file."""
     async with contextlib.AsyncExitStack() as stack:
 
         def opened() -> Awaitable[Bus]:

@@ -1,8 +1,8 @@
 """A connection to NATS that reconnects and reports failures as `BusError`, and a base class for readers of stream messages.
 
 `Connection` adds three things to nats-py's client. A refusal by the server reaches the waiting task. A lost connection ends the
-open requests. Logins and certificates are read again for each connection. A file that is unreadable at the start is an error;
-later, its previous content is used, with a warning. No password is logged. If TLS is configured, logins use only TLS.
+open requests. Logins and certificates are read again for each connection. An unreadable file is an error at the start;
+later, a warning is logged and its previous content is used. No password is logged. If TLS is configured, logins use only TLS.
 """
 
 from __future__ import annotations

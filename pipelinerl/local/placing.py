@@ -41,7 +41,7 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
 
 
 def write_placement(run_dir: RunDir, recipe: Recipe, placement: Placement | None) -> None:
-    """Write the placement and the names of the `auto` fields. `recipe`: as it is before numbers replace `auto`."""
+    """Write the placement and the names of the `auto` fields. `recipe`: the recipe before numbers replace `auto`."""
     automatic = [field for field in AUTOMATIC if value_at(recipe, field) in (None, "auto")]
     run_dir.placement.unlink(missing_ok=True)
     if placement is not None or automatic:

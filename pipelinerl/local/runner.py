@@ -282,7 +282,7 @@ class LocalRun:
         self._set_phase("starting the trainer")
 
     def _prepare_trainer(self) -> Launch:
-        self.run_dir.summary.unlink(missing_ok=True)  # the previous trainer's
+        self.run_dir.summary.unlink(missing_ok=True)  # This is the previous trainer's summary.
         return self._launches.trainer(len(self._actors), self._trainer_address)
 
     @asynccontextmanager

@@ -34,7 +34,7 @@ _AWAY = (
     grpc.StatusCode.CANCELLED,  # by a server that is stopping
 )
 _DOUBTFUL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""Statuses that may mean a broken connection or a defect of the verifier. Calls that end so are retried only a few times."""
+"""Statuses that may mean a broken connection or a verifier's defect. A call that ends with one is retried only a few times."""
 MOST_DOUBTFUL_TRIES = 3
 FAILURE_CODES = tuple(code.name for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (

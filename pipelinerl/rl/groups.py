@@ -51,7 +51,7 @@ def groups_per_step(recipe: Recipe) -> int:
 
 
 def issue_limit(recipe: Recipe, version: int) -> int:
-    """Return how many groups may have been issued and not lost since the start of the run when `version` is served."""
+    """Return the maximum number of groups issued and not lost since the run's start, while `version` is served."""
     max_lag, phase_steps = recipe.algorithm.max_lag, recipe.algorithm.conventional_g
     if recipe.mode == "conventional":
         steps = (version // phase_steps + 1) * phase_steps

@@ -1,6 +1,6 @@
 """Account for every sequence: `issued = trained + dropped_stale + dropped_filtered + failed + in_flight`.
 
-`Ledger` has two events, issue and close, each O(1). If the equation breaks, our code is wrong and the run stops.
+`Ledger` has two events, issue and close, each O(1) per sequence. If the equation breaks, our code is wrong and the run stops.
 `SequenceTracker` keeps the ledger and the open groups consistent. Pure state; a checkpoint stores `to_state`.
 """
 

@@ -78,7 +78,7 @@ class CostModel:
     """Tokens that a query of a windowed layer attends to, including its own."""
 
     def of(self, lengths: Counts, outputs: Counts | None = None) -> NDArray[np.float64]:
-        """Return the cost of each sequence of `lengths` tokens. `outputs`: its predicted tokens; None = all tokens."""
+        """Return each sequence's cost. `lengths`: tokens of each; `outputs`: predicted tokens of each, None = all tokens."""
         tokens = np.asarray(lengths, dtype=np.float64)
         predicted = tokens if outputs is None else np.asarray(outputs, dtype=np.float64)
         linear = self.per_token * tokens + self.per_output_token * predicted

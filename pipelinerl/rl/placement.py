@@ -201,7 +201,7 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
 
 
 def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tuple[int, int]:
-    """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly distributed up to the limit. If
+    """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly spread up to `max_tokens`. If
     the sheet or the model's size is unknown, each side gets about half. If there are too few GPUs, return the fewest ranks and
     0 actors."""
     size, fewest = recipe.actor.engine.tensor_parallel_size, rank_unit(recipe)
