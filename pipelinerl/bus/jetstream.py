@@ -85,7 +85,7 @@ async def service_bus(
     settings: BusSettings, stop: asyncio.Event, limits: StreamLimits | None = None, request_timeout_s: float = 10.0
 ) -> AsyncIterator[Bus]:
     """Connect a service to its run, and retry until NATS is reachable. Raises `StartStopped` if `stop` is set meanwhile. Raises
-    at once every error that is not a `BusError`, such as `FieldError` for a missing file."""
+    any other error than `BusError` at once, such as `FieldError` for a missing file."""
     async with contextlib.AsyncExitStack() as stack:
 
         def opened() -> Awaitable[Bus]:
@@ -108,8 +108,8 @@ class Bus:
     """The streams of one run, opened by `connect`.
 
     Every call ends within a bounded time. It raises `BusError` if the server does not answer or the stream is full; the caller
-    must then keep its message and try again. It raises `NotPermitted` if NATS does not allow this user the call. Of messages
-    with the same `msg_id` within `duplicate_window_s`, only the first is stored. Use the iterators in `async with` blocks. They
+    must then keep its message and try again. It raises `NotPermitted` if this user may not make the call. If messages have the
+    same `msg_id` within `duplicate_window_s`, only the first is stored. Use the iterators in `async with` blocks. They
     wait without a time limit, and continue after a reconnection. Cancelling `anext` loses no message.
     """
 
@@ -120,7 +120,7 @@ class Bus:
 
     @property
     def max_payload_bytes(self) -> int:
-        """Maximum size of a message, including its headers. A message id adds its own length and about 30 bytes."""
+        """Maximum size of a message, including its headers. A message id takes up its own length and about 30 bytes more."""
         return self.connection.max_payload
 
     async def close(self) -> None:
@@ -132,7 +132,7 @@ class Bus:
         `CREATE_WITHIN_S` for a cluster of servers that has no leader yet.
 
         With `fresh`, raises `FieldError` and creates nothing if PROMPTS, SEQUENCES or CONTROL ever held a message. Such a
-        message would be taken for one of this run, because each run counts its ids from 0.
+        message would be mistaken for one of this run, because each run counts its ids from 0.
         """
         deadline = time.monotonic() + CREATE_WITHIN_S
         await retry_forever(
@@ -161,7 +161,7 @@ class Bus:
             with bus_errors(f"creating {wanted.name} at {self.connection.url}"):
                 await js.add_stream(wanted)
         if there[subjects.members_stream] is None:
-            with bus_errors(f"creating the membership bucket at {self.connection.url} (needs nats-server 2.11)"):
+            with bus_errors(f"creating the membership bucket at {self.connection.url} (needs nats-server 2.11 or newer)"):
                 await js.create_key_value(members_bucket(subjects, self.limits))
         with bus_errors(f"creating the consumer of {subjects.prompts_stream}"):
             try:
@@ -206,7 +206,7 @@ class Bus:
     async def purge_sequences(self, below_position: int) -> None:
         """Remove the sequences below this position. Later sequences are numbered as if nothing had been removed."""
         if below_position <= 1:
-            return  # nats-py would take 0 for "everything"
+            return  # With 0, nats-py would purge the whole stream.
         with bus_errors(f"purging {self._subjects.sequences_stream}"):
             # If the server were given a position beyond the end, it would number later messages from there.
             end = (await self.sequences_info()).last_position

@@ -1,8 +1,8 @@
 """A connection to NATS that reconnects and reports failures as `BusError`, and a base class for readers of stream messages.
 
 `Connection` adds three things to nats-py's client. A refusal by the server reaches the waiting task. A lost connection ends the
-open requests. Logins and certificates are read again for each connection. A file that is unreadable at the start is an error;
-later, its previous content is used, with a warning. No password is logged. If TLS is configured, logins use only TLS.
+open requests. Logins and certificates are read again for each connection. An unreadable file is an error at the start;
+later, a warning is logged and its previous content is used. No password is logged. If TLS is configured, logins use only TLS.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Connection(Client):
         self.js = self.jetstream(timeout=request_timeout_s)
         self.pullers: set[Puller] = set()
         self._connected, self._was_connected, self._last_error = asyncio.Event(), False, ""
-        self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # requests by token: subject, answer
+        self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # open requests by token: (subject, answer)
         self._tokens = map(str, itertools.count())
         self._answers = ""  # beginning of the subjects of answers
         self._unanswered = False  # True if this user may not subscribe to answers
@@ -233,7 +233,7 @@ class Connection(Client):
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
-        """Context from the current files. nats-py reads this property at each connection."""
+        """TLS context from the current files. nats-py reads this property for each connection."""
         try:
             self._context = tls_context(self._tls_dir)
         except FieldError as error:
@@ -267,7 +267,7 @@ class Connection(Client):
         self._answers = self.new_inbox() + "."
         with bus_errors(f"subscribing at {self.url}"):
             await self.subscribe(f"{self._answers}*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0)
-            # nats-py's first ping may overtake the subscription; a refusal of it comes before the answer to the second ping.
+            # nats-py's first ping may overtake the subscription. The answer to the second ping comes after any refusal.
             for _ in range(2):
                 await self.flush()
         if self._unanswered:
@@ -338,12 +338,12 @@ class Connection(Client):
         try:
             await super()._process_connect_init()
         except (OSError, ValueError, TypeError, AttributeError, nats.errors.Error) as error:
-            # Any program may listen there, so its list of servers and its limits count only after a login has succeeded.
+            # Any program may listen at this address. Its list of servers and its limits count only after a successful login.
             del self._server_pool[known:]
             self._max_payload = longest
             if isinstance(error, nats.errors.Error):
                 raise
-            # asyncio never reports the end of a connection whose TLS handshake failed, so nats-py would wait for it for ever.
+            # asyncio does not report the end of a connection whose TLS handshake failed, and nats-py would wait for ever.
             if self._transport is not None:
                 self._transport.close()
                 self._transport = None

@@ -58,7 +58,7 @@ def authorization(runs: str | Iterable[str], passwords: Mapping[str, str]) -> di
 
 def _trainer(subjects: Subjects) -> list[str]:
     """Return the subjects to which the trainer publishes. It creates and reads every stream, publishes prompts and orders,
-    purges SEQUENCES, recreates PROMPTS and SEQUENCES after a rollback, and writes and deletes objects of the weight log."""
+    and purges SEQUENCES. It recreates PROMPTS and SEQUENCES after a rollback. It writes and deletes parts of the weight log."""
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [
         subjects.prompts,
@@ -95,8 +95,8 @@ def _actor(subjects: Subjects) -> list[str]:
         f"$KV.{subjects.members_bucket}.*",
         f"{_API}.CONSUMER.MSG.NEXT.{queue}",
         f"$JS.ACK.{queue}.>",
-        f"$JS.ACK.*.*.{queue}.>",  # for servers whose acknowledgements name a domain and an account
-        *(f"{_API}.STREAM.INFO.{stream}" for stream in filled),  # to name the limit in the error if one is full
+        f"$JS.ACK.*.*.{queue}.>",  # Some servers' acknowledgements also name a domain and an account.
+        *(f"{_API}.STREAM.INFO.{stream}" for stream in filled),  # The error about a full stream names its limit.
         *_reading(subjects.control_stream),
         f"{_API}.STREAM.MSG.GET.{subjects.weights_stream}",
         *_reading(subjects.weights_stream),

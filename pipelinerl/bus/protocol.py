@@ -121,7 +121,7 @@ class Subjects:
         self.prompts_stream, self.sequences_stream = f"PROMPTS_{run}", f"SEQUENCES_{run}"
         self.control_stream, self.dead_stream = f"CONTROL_{run}", f"DEAD_{run}"
         self.members_bucket = f"members-{run}"
-        self.members_stream = f"KV_{self.members_bucket}"  # as JetStream calls the bucket's stream
+        self.members_stream = f"KV_{self.members_bucket}"  # JetStream's name for the bucket's stream
         data = (self.prompts_stream, self.sequences_stream, self.control_stream, self.dead_stream)
         self.every_stream = (*data, self.members_stream)
         self.weights_bucket = f"weights-{run}"  # made only for a weight log in NATS

@@ -1,8 +1,8 @@
-"""Readers of streams: an iterator over a stream, a list of its present messages, a watch on members, and the work queue.
+"""Readers of streams: an iterator over a stream, a list of its stored messages, a watch on members, and the work queue.
 
 `OrderedReader` reads from an ephemeral pull consumer without acknowledgements. After a reconnection, a restart of the server,
-silence or a gap, it continues with a new consumer after the last message received. nats-py's own ordered consumer is not used,
-because it answers flow control only every 250 ms and drops messages that it cannot buffer.
+missing heartbeats or a gap, it continues with a new consumer after the last message received. nats-py's own ordered consumer
+is not used, because it answers flow control only every 250 ms and drops messages that it cannot buffer.
 """
 
 from __future__ import annotations
@@ -351,14 +351,14 @@ class PromptDelivery:
 class PromptQueue(Puller):
     """Take prompt groups from PROMPTS, one at a time, through the consumer that all actors share.
 
-    `next` requests one message from the server. If the call is cancelled, its request stays open and serves the next call. No
-    group is thus lost, and no second one is taken.
+    `next` requests one message from the server. If the call is cancelled, its request stays open and serves the next call. So
+    no group is lost, and no second one is taken.
     """
 
     def __init__(self, connection: Connection, stream: str) -> None:
         super().__init__(connection, stream, ACTORS)
         self._ready: deque[Msg] = deque()
-        self._question = 0  # number of the newest request, which ends its reply subject; other numbers mark late answers
+        self._question = 0  # number of the newest request; a reply subject ends with its request's number
         self._question_ends = 0.0  # loop time
         self._one_at_a_time = asyncio.Lock()
 

@@ -33,7 +33,7 @@ class Credentials:
         self._folder = folder
 
     def nats(self, user: str) -> Path:
-        """Return the file with `user:password`."""
+        """Return the path of the file with `user:password`."""
         return self._folder / f"nats-{user}"
 
     def make(self, run: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Credentials:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file. At no time can anybody but its owner read the new one."""
+    """Replace a file. Only its owner can ever read the new one."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

@@ -1,6 +1,6 @@
 """Run a program that gets a signal when its parent dies: `python die_with_parent.py PARENT_PID SIGNAL COMMAND ...`
 
-The services of a killed runner thus end, too. This file is a program because Python code between fork and exec can deadlock in
+So services end when their runner is killed. This file is a program because Python code between fork and exec can deadlock in
 a process with threads. On Linux it uses `PR_SET_PDEATHSIG`; elsewhere no signal is sent. The kernel sends the signal when the
 *thread* that started the program ends. Start the program from a thread that lives long enough, never from a pool's worker.
 Grandchildren get no signal.

@@ -72,7 +72,7 @@ _REASONS_SHOWN = 3
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run."""
+    """Outcome of a run."""
 
     wall_s: float
     """Seconds since the run was started or resumed."""

@@ -1,6 +1,6 @@
 """Keep a `RunState` up to date: ask a run's services over gRPC for step metrics, phases and actor states.
 
-A service that does not answer is no error here, because the runner handles dead services. Each loop ends only when it is
+A service that does not answer is not an error here, because the runner handles dead services. Each loop ends only when it is
 cancelled.
 """
 
@@ -83,8 +83,8 @@ async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.T
 
 
 async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Record every optimizer step once, in order. A restarted trainer may have undone steps. Steps taken before
-    its first answer do not count for the pace."""
+    """Record every optimizer step once, in order, and remove the steps that a restart of the trainer undid. Steps that a
+    trainer took before its first answer do not count for the pace."""
     incarnation, begun, heard = -1, 0, 0
     while True:
         if (status := await _status(trainer)) is not None:

@@ -41,7 +41,7 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
 
 
 def write_placement(run_dir: RunDir, recipe: Recipe, placement: Placement | None) -> None:
-    """Write the placement and the names of the fields that are `auto` in `recipe`, in which no `auto` is replaced yet."""
+    """Write the placement and the names of the `auto` fields. `recipe`: the recipe before numbers replace `auto`."""
     automatic = [field for field in AUTOMATIC if value_at(recipe, field) in (None, "auto")]
     run_dir.placement.unlink(missing_ok=True)
     if placement is not None or automatic:
@@ -59,7 +59,7 @@ def _text(wanted: str) -> str:
 
 
 def _why_not_nccl(release: tuple[int, ...], on_instance: bool) -> str:
-    """Return why NCCL does not connect two processes that share a GPU (`on_instance`: a MIG instance); "" if it does."""
+    """Return why NCCL cannot be used between two processes on one GPU, or "". `on_instance`: the GPU is a MIG instance."""
     if release < (2, 30):
         return "NCCL before 2.30 does not connect two processes on one GPU"
     return "NCCL has not been tried between two processes on a MIG instance" if on_instance else ""

@@ -55,7 +55,7 @@ class Launch:
     log: Path
     address_file: Path
     suspect: str = ""
-    """Hint for the user if a signal ends the process: who may have sent it, and how to prevent this."""
+    """Hint for the user if a signal ends the process: who may have sent the signal, and how to prevent that."""
 
 
 class ServiceDied(ServiceError):
@@ -256,7 +256,7 @@ def http_status(address: str, path: str, timeout_s: float) -> int | None:
 
 
 def why_taken(port: int) -> str:
-    """Return the reason why no process can listen on `port` (0 to 65535) now; "" if the port is free. Reserves nothing."""
+    """Return the reason why no process can listen on `port` (0 to 65535); "" if the port is free. It is not reserved."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -267,7 +267,7 @@ def why_taken(port: int) -> str:
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files to the maximum. Connections are open files, and any user of the machine can open some."""
+    """Set the limit of open files to its maximum. Each connection is an open file, and any user of this machine can connect."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # The system may allow less than `hard`.
         if 0 <= soft < hard:
@@ -311,7 +311,7 @@ async def session_ended(session: int, timeout_s: float) -> bool:
     return True
 
 
-# The processes of a run, by its pids.json
+# The processes of a run, as its pids.json lists them
 
 
 def living(run_dir: RunDir, option: str = "--run-dir") -> dict[str, int]:

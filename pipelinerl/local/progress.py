@@ -179,7 +179,7 @@ def silence(state: RunState, elapsed_s: float) -> str:
 
 
 def checkpoint_text(version: int, written: int, total: int, passed_s: float) -> str:
-    """Describe a checkpoint of which `written` of `total` bytes (0 = unknown) were written in `passed_s` seconds."""
+    """Describe a checkpoint's progress: `written` of `total` bytes (0 = unknown), after `passed_s` seconds."""
     unit, name = (1e9, "GB") if max(written, total) >= 1e9 else (1e6, "MB")
     text = f"writing the checkpoint of version {version}: {written / unit:,.0f}"
     if total <= written:
@@ -301,7 +301,7 @@ class Display(contextlib.AbstractContextManager["Display"]):
         self._shown_step, self._shown_at_s = 0, float("-inf")
         self._shown_phase, self._phase_at_s, self._noted = "", float("-inf"), ""
         self._quiet_from_s, self._quiet_s = 0.0, 0.0
-        """Time of the newest step, and the length of the pause since then that was reported last."""
+        """Time of the newest step, and the last reported length of the pause since then."""
 
     def __exit__(self, *_: object) -> None:
         return None

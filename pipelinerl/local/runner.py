@@ -136,7 +136,7 @@ class LocalRun:
         self._actors: dict[int, Service] = {}
         """The wanted actors by number. Some may be starting or given up."""
         self._told: set[str] = set()
-        """Keys of the warnings that have been printed, each of which is printed once."""
+        """Keys of the printed warnings. Each warning is printed only once."""
         self._interrupts, self._unread = 0, False
         self._stop_by_s: float | None = None
         self._writing_since: tuple[int, float] | None = None
@@ -282,7 +282,7 @@ class LocalRun:
         self._set_phase("starting the trainer")
 
     def _prepare_trainer(self) -> Launch:
-        self.run_dir.summary.unlink(missing_ok=True)  # the previous trainer's
+        self.run_dir.summary.unlink(missing_ok=True)  # This is the previous trainer's summary.
         return self._launches.trainer(len(self._actors), self._trainer_address)
 
     @asynccontextmanager
@@ -390,7 +390,7 @@ class LocalRun:
             code = await process.wait()
             if self._finished():
                 return
-            await process.kill_and_wait()  # Workers that are left would keep ports and cores.
+            await process.kill_and_wait()  # Remaining workers would keep ports and cores.
             served = served or process.launch.address_file.is_file()
             reached = self._state.furthest if service.follows_run else 0
             delay_s = service.restarts.next_delay_s(time.monotonic() - started_s, code, served, reached)
@@ -568,7 +568,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error in `raised`. Raise `raised` if it has one that is neither ours nor due to a full disk."""
+        """Return the first error in `raised`. Raise `raised` if one is neither ours nor caused by a full disk."""
         errors = _leaves(raised)
         if any(not isinstance(one, PipelineRLError) and getattr(one, "errno", None) not in _DISK_FULL for one in errors):
             raise raised

@@ -168,7 +168,7 @@ class ServiceLaunches:
             "page_key": str(self.run_dir.credentials.page_key.resolve()),
             "http_port": port,
         }
-        threads = _thread_env(max(1, self.threads.trainer // self.recipe.trainer.ranks))  # of each rank
+        threads = _thread_env(max(1, self.threads.trainer // self.recipe.trainer.ranks))  # threads of each rank
         turns = self.recipe.actor.colocate
         gpus = self.placement.trainer_environment(self.environment, takes_turns=turns) if self.placement else {}
         return self._launch("trainer", self._of_policy(TRAINER) | settings, threads | gpus)

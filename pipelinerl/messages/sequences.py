@@ -1,4 +1,4 @@
-"""Prompt groups, sequences and dead letters: the messages between services, apart from control messages.
+"""Prompt groups, sequences and dead letters: the messages on a run's streams, apart from control messages.
 
 Messages are checked when they are encoded and when they are decoded. The check at encoding lets an actor publish an invalid
 sequence as a failure with its reason. A `MessageError` names the message, the field and the problem. The trainer, not this
@@ -113,8 +113,8 @@ class Branch(Completion):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
-    """Tokens of one sample that an actor had generated when it left. An episode has only `branches`. Their turns are used again
-    if the episode's environment repeats its requests."""
+    """Tokens of one sample that an actor had generated when it left. For an episode, only `branches` is set. Its turns are used
+    again if the episode's environment repeats its requests."""
 
     sample_index: int
     generation_s: float = 0.0
@@ -378,7 +378,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
 
 
 def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
-    """Raise `MessageError` unless the group is one of `expected_run` (empty = any) that an actor can generate."""
+    """Raise `MessageError` unless the group belongs to `expected_run` (empty = any) and an actor can generate it."""
     _check_names(group, expected_run, _GROUP)
     check_token_ids(group.prompt_token_ids, _GROUP, "prompt_token_ids")
     if not len(group.prompt_token_ids) and not group.episodic:
@@ -517,7 +517,7 @@ def _check_names(message: Sequence | PromptGroup, expected_run: str, kind: str) 
 
 
 def array_from_bytes(data: bytes, dtype: np.dtype, kind: str, field: str) -> NDArray:
-    """Return a read-only array [tokens]. Raises `MessageError` if the number of bytes is no multiple of the dtype's size."""
+    """Return a read-only array [tokens]. Raises `MessageError` if the number of bytes is not a multiple of the dtype's size."""
     if len(data) % dtype.itemsize:
         raise MessageError(kind, field, f"{len(data)} bytes are not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype)
@@ -535,7 +535,7 @@ def check_logprobs(logprobs: Logprobs, kind: str, field: str) -> None:
     _check_array(logprobs, FLOAT32, kind, field)
     if not len(logprobs):
         return
-    # Written so that NaN fails: argmax finds it, and no comparison with it is true.
+    # NaN fails this check, because argmax finds it, and no comparison with it is true.
     highest, lowest = logprobs.argmax(), logprobs.argmin()
     if logprobs[highest] <= LOGPROB_ROUNDING and logprobs[lowest] > -np.inf:
         return

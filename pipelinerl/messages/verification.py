@@ -34,7 +34,7 @@ _AWAY = (
     grpc.StatusCode.CANCELLED,  # by a server that is stopping
 )
 _DOUBTFUL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""Statuses that may mean a broken connection or a defect of the verifier. Such a call is retried only a few times."""
+"""Statuses that may mean a broken connection or a verifier's defect. A call that ends with one is retried only a few times."""
 MOST_DOUBTFUL_TRIES = 3
 FAILURE_CODES = tuple(code.name for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -43,7 +43,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.dns_min_time_between_resolutions_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.keepalive_time_ms", 20_000),  # notices a peer that vanished without closing
+    ("grpc.keepalive_time_ms", 20_000),  # detects a peer that vanished without closing
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 

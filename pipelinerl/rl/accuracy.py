@@ -26,8 +26,8 @@ def wilson_interval(share: float, trials: int) -> tuple[float, float]:
 
 
 def pass_at(k: int, answers: int, right: int) -> float:
-    """Return the unbiased estimate of the probability that at least one of k answers is right, if `right` of `answers` (k or
-    more) are right (Chen et al., arXiv 2107.03374, equation 1)."""
+    """Return the unbiased estimate of the probability that at least one of k answers is right (Chen et al., arXiv
+    2107.03374, equation 1). Of the known `answers` (k or more), `right` are right."""
     return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
 
 

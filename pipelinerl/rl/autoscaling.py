@@ -34,13 +34,13 @@ FULL = 0.85
 """Share of used slots above which an actor counts as full. It is below 1, because a slot is empty between two sequences."""
 
 Production = NDArray[np.float64]
-"""[3] for one actor between two observations: finished sequences, busy seconds, seconds of used slots."""
+"""[3] for one actor between two observations: finished sequences, busy seconds, and busy seconds summed over the used slots."""
 
 
 def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float] | None:
     """Return the sequences per second of a busy actor, and its mean sequences in progress. Just enough of the newest
     entries are used to reach `fewest` sequences and `FEWEST_BUSY_S` busy seconds; older entries are removed. Return None if
-    all entries together do not reach both minima."""
+    all entries together fall short of either minimum."""
     total = np.zeros(3)
     for number, one in enumerate(reversed(produced), start=1):
         total += one
@@ -91,7 +91,7 @@ class ReplicasWanted:
             last = before.get(name, now)
             finished, busy_s = now.sequences_finished - last.sequences_finished, now.busy_s - last.busy_s
             in_progress = (last.sequences_in_progress + now.sequences_in_progress) / 2
-            if finished >= 0 and busy_s > 0:  # otherwise the actor has restarted or was idle
+            if finished >= 0 and busy_s > 0:  # Otherwise, the actor has restarted or was idle.
                 produced: Production = np.array((finished, busy_s, busy_s * in_progress))
                 self._lately.append(produced)
                 if in_progress >= FULL * self._slots:

@@ -1,7 +1,7 @@
 """Decide how many prompt groups may be issued and which of their sequences may be trained on; compute advantages and lag.
 
 **The feeder's bound.** Every step consumes exactly K = B / n groups. A group is *lost* if none of its samples is trained on;
-then another one is issued instead. Let N(v) be the number of groups issued and not lost while v is served. The bound counts
+then another group replaces it. Let N(v) be the number of groups issued and not lost while v is served. The bound counts
 groups, because a count of sequences would loosen with every failed sample.
 
 With max_lag, keep `N(v) <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then at most
@@ -18,8 +18,8 @@ count.
 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: A * H for full slots, a next group of n for each actor,
 and B for a waiting batch. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait, unless max_lag
-caused the wait. It falls if complete groups are left over after each of `limit / B + 1` steps. Let q be the smallest number
-left over: a queue of q groups makes sequences older and feeds no step. If q > 1, the limit falls by q / 4 groups, rounded up.
+caused the wait. It falls if each of `limit / B + 1` successive steps leaves two or more complete groups over. Such a queue
+makes sequences older and feeds no step. The limit falls by a quarter of the smallest number left over, rounded up, in groups.
 Steps count only after all groups issued before the last change are complete. When an actor leaves, the limit returns to its
 ceiling, because the actor's samples stay in flight for up to half a minute.
 
@@ -51,7 +51,7 @@ def groups_per_step(recipe: Recipe) -> int:
 
 
 def issue_limit(recipe: Recipe, version: int) -> int:
-    """Return how many groups may have been issued and not lost since the start of the run when `version` is served."""
+    """Return the maximum number of groups issued and not lost since the run's start, while `version` is served."""
     max_lag, phase_steps = recipe.algorithm.max_lag, recipe.algorithm.conventional_g
     if recipe.mode == "conventional":
         steps = (version // phase_steps + 1) * phase_steps
@@ -61,7 +61,7 @@ def issue_limit(recipe: Recipe, version: int) -> int:
 
 
 EVALUATION_SLOTS = 64
-"""Held-out sequences and probes that an actor's scheduler admits in addition to H training sequences."""
+"""Number of held-out sequences and probes that an actor's scheduler admits in addition to H training sequences."""
 WAIT_SHARE = 0.02
 """Share of a step's time that may be spent waiting for sequences without raising the freshness limit."""
 
@@ -288,7 +288,7 @@ def answer_reward(components: Mapping[str, float]) -> float | None:
 
 
 def equally_right(samples: Iterable[Sequence]) -> bool:
-    """Return whether all answers of a group earned the same, so that `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops it.
+    """Return whether all answers of a group earned the same; `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops such groups.
     Only answer terms are compared, if there are any, because right answers differ in their overlong penalty."""
     earned = ((answer_reward(sample.reward_components), sample.reward) for sample in samples)
     return all_equal([reward if answer is None else answer for answer, reward in earned])
@@ -297,7 +297,7 @@ def equally_right(samples: Iterable[Sequence]) -> bool:
 CUTTING = ("ppo_clip", "grpo", "gspo")
 """Losses that give no gradient to tokens with a ratio beyond their clip range."""
 MOST_CUT, CUT_STEPS = 0.25, 10
-"""Largest acceptable share of clipped tokens, averaged over this number of steps. GSPO's authors clip about 0.15."""
+"""Largest acceptable share of clipped tokens, averaged over this number of steps. GSPO's authors report about 0.15."""
 
 
 def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
@@ -311,7 +311,7 @@ def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
 
 
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
-"""Labels, in order of lag. Widths double because one more step matters at lag 1 and hardly at lag 100."""
+"""Labels of lag buckets, in ascending order. Widths double because one more step matters at lag 1 and hardly at lag 100."""
 _LARGEST_LAG_OF_BUCKET = np.array((0, 1, 2, 4, 8, 16))
 """Inclusive upper edge of each bucket but the last, in optimizer steps."""
 

@@ -1,6 +1,6 @@
 """Account for every sequence: `issued = trained + dropped_stale + dropped_filtered + failed + in_flight`.
 
-`Ledger` has two events, issue and close, each O(1). If the equation breaks, our code is wrong and the run stops.
+`Ledger` has two events, issue and close, each O(1) per sequence. If the equation breaks, our code is wrong and the run stops.
 `SequenceTracker` keeps the ledger and the open groups consistent. Pure state; a checkpoint stores `to_state`.
 """
 
@@ -28,7 +28,7 @@ class Outcome(StrEnum):
 
 
 SKIPPED = "step skipped"
-"""Reason of the sequences of a step that changed no weight. Their groups are not lost, because the step has used them."""
+"""Failure reason of sequences whose step changed no weight. Their groups are not lost, because the step has used them."""
 
 
 class LedgerViolation(AssertionError):
@@ -172,8 +172,8 @@ class SequenceTracker:
 
     def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """Return all samples of the group that this sequence completes, by index; empty while samples are missing. Failed
-        samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence names another size
-        of its group."""
+        samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence states a
+        different group size."""
         group = self.open_groups.get(sequence.group_id)
         if group is None:
             return ()
@@ -304,7 +304,7 @@ MEANINGS = {
     "reward_bad_reference": "the problem's reference lacks a value that the scorer needs",
     "reward_unknown_task": "the verifier's recipe does not have this task",
     "episode_timeout": "the episode took longer than task.episode_timeout_s, or its environment than task.answer_timeout_s",
-    "episode_crashed": "the environment or agent raised an exception or failed otherwise, and the policy was not at fault",
+    "episode_crashed": "the environment or agent raised an exception or failed in another way, and the policy was not at fault",
     "episode_out_of_memory": "the episode needed more than reward.memory_mib",
     "episode_bad_reward": "the episode's reward or a metric is not finite, or the reward exceeds reward.max_abs",
     "episode_bad_reference": "the problem's reference lacks a value that the episode needs",

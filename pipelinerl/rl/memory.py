@@ -1,9 +1,9 @@
 """Data sheets of accelerators, and estimates of the memory that a run needs on them. Pure.
 
-An actor holds weights, KV cache and weight updates; a trainer rank holds weights, gradients and optimizer state. Estimates know
-a model by its size and, if possible, by the KV cache of a token. In a mixture of experts, memory counts all experts,
-and compute only those that a token visits. Activations get `ENGINE_GIB` of an actor's accelerator, and all but
-`MODEL_STATE_SHARE` of a rank's. Replicated tensors and other processes on the device are not counted.
+An actor holds weights, KV cache and weight updates; a trainer rank holds weights, gradients and optimizer state. Estimates need
+a model's size and, if possible, the size of its KV cache per token. In a mixture of experts, memory counts all experts, and
+compute only those that a token visits. Activations get `ENGINE_GIB` on an actor's accelerator, and 1 - `MODEL_STATE_SHARE` of
+the memory on a rank's. Replicated tensors and other processes on the device are not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENGINE_GIB = 3.0
 UPDATE_GIB = 2.0
 """Memory of a weight update beyond the new weights: chunks, the largest whole tensor, NCCL's buffers."""
 QUANTISED_BYTES = 1
-"""Bytes of a parameter in a quantised engine. Methods with fewer bits count the same, because they keep some weights whole."""
+"""Bytes of a parameter in a quantised engine. Methods with fewer bits count the same: they leave some weights unquantised."""
 MOST_SNAPSHOTS = 3
 """Snapshots of a trainer: one each for the served version, the version in transfer and the version that waits."""
 LOG_COPIES = 2
@@ -79,7 +79,7 @@ class Model:
 
     @property
     def layer_bytes(self) -> float:
-        """Estimated bytes of a decoder layer. A 7.6B model has 28 layers; their number grows with the cube root of its size."""
+        """Estimated bytes of a decoder layer. The number of layers, 28 at 7.6B, grows with the cube root of model size."""
         layers = 28 * math.cbrt(self.parameters / 7.6e9) / (2 if self.active_share < 1 else 1)
         return self.weights_bytes / max(1.0, layers)
 
@@ -112,7 +112,7 @@ def update_bytes(kept: float = 0, layer: float = 0) -> float:
 
 
 def loads_paused(recipe: Recipe) -> bool:
-    """Return whether actors load weights during the pause: a quantised engine has no second instance of whole weights."""
+    """Return whether actors load weights while paused. Quantised engines do: they keep no second instance of whole weights."""
     return bool(recipe.actor.engine.quantization) and not sends_adapters(recipe)
 
 
@@ -195,8 +195,8 @@ def share_problem(recipe: Recipe, least: float, most: float, why: str = "") -> F
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 weights and gradients, two
-    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. Adapters have all these; frozen weights do
-    not."""
+    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, these
+    are the adapters' states and the frozen weights, which are also the reference."""
     moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
     each = (model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments
     if recipe.trainer.lora is not None:
@@ -226,7 +226,7 @@ def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float = math.inf) -> 
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
-    """Return a checkpoint's bytes on disk: the model and, unless adapters are trained, float32 weights and two moments."""
+    """Return a checkpoint's bytes on disk: the model, float32 weights and two moments. With adapters, only the model counts."""
     weights = int(Model.of(recipe, parameters).weights_bytes)
     return weights if recipe.trainer.lora is not None else weights + parameters * (4 + 8)
 
@@ -247,7 +247,7 @@ def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int)
     if ranks >= fewest:
         return None
     field, enough = "nproc", f"at least {fewest}"
-    if recipe.trainer.shard_ranks:  # has to divide the number of ranks
+    if recipe.trainer.shard_ranks:  # It must divide the number of ranks.
         field, nproc = "shard_ranks", recipe.trainer.ranks
         enough = str(next((number for number in range(fewest, nproc + 1) if nproc % number == 0), fewest))
     fix = (
@@ -258,7 +258,7 @@ def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int)
 
 
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
-    """Return (name, value) rows about the use of memory on a GPU of an actor and on a GPU of the trainer."""
+    """Return (name, value) rows about the memory of an actor's GPU and of a trainer's GPU."""
     engine, trainer = recipe.actor.engine, recipe.trainer
     size, in_share = engine.tensor_parallel_size, memory_gib * vllm_share(recipe, model, memory_gib)
     kv_gib, in_progress = kv_cache_gib(recipe, model, memory_gib), recipe.actor.sequences_in_progress
@@ -266,7 +266,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     ranks = ranks_of_a_copy(recipe, model, memory_gib)
     state_gib, (snapshots, copies) = state_bytes(recipe, model) / GIB / ranks, snapshot_gib(recipe, model, memory_gib)
     kept = f" and the trainer keeps {shared_gib(recipe, model)[1]:.1f}" if recipe.actor.colocate else ""
-    on_host = f"; also {model.weights_bytes / GIB:.1f} GiB of host memory for each actor" if loads_paused(recipe) else ""
+    on_host = f"; each actor also needs {model.weights_bytes / GIB:.1f} GiB of host memory" if loads_paused(recipe) else ""
     on_device = f"; {snapshots:.1f} for snapshots" if snapshots else ""
     beside = f", and {copies:.1f} of host memory for copies of the weights" if copies else ""
     if recipe.actor.colocate:
@@ -281,9 +281,9 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
         ),
         (
             "trainer GPU",
-            f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {ranks}{on_device}; "
+            f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {counted(ranks, 'rank')}{on_device}; "
             f"{memory_gib - state_gib - snapshots:.1f} for activations and gathered weights (trainer.nproc = "
-            f"{trainer.nproc or 'auto'}: set it to the ranks of all nodes){beside}",
+            f"{trainer.nproc or 'auto'}: set it to the number of ranks on all nodes){beside}",
         ),
     ]
 
@@ -311,7 +311,7 @@ class Accelerator(NamedTuple):
 
 _DEVICES = (
     # Dense bfloat16 matrix products with float32 accumulation, from the vendors' data sheets (half of their figures "with
-    # sparsity"), by torch's name of the device. Variants of a name differ, such as a laptop's or a MIG slice, so only exact
+    # sparsity"), by torch's name of the device. Variants such as a laptop's GPU or a MIG slice are slower, so only exact
     # names have a peak. Blackwell: HGX B200/B300 and GB200/GB300 NVL72 data sheets (whole systems, divided by their GPUs).
     Accelerator(r"(B200|B300 SXM6 AC|B300)", 2250.0, name="B200", memory_gb=180, bandwidth=7.7e12),
     Accelerator(r"(GB200|GB300)", 2500.0),

@@ -73,12 +73,12 @@ class CostModel:
     per_pair: float = 0.0
     """Attention score and product with the value, summed over the layers with full attention."""
     per_windowed_pair: float = 0.0
-    """The same, summed over the layers with windowed attention."""
+    """The same FLOPs, summed over the layers with windowed attention."""
     window: int = 0
     """Tokens that a query of a windowed layer attends to, including its own."""
 
     def of(self, lengths: Counts, outputs: Counts | None = None) -> NDArray[np.float64]:
-        """Return the cost of each sequence of `lengths` tokens, of which `outputs` are predicted; None = all of them."""
+        """Return each sequence's cost. `lengths`: tokens of each; `outputs`: predicted tokens of each, None = all tokens."""
         tokens = np.asarray(lengths, dtype=np.float64)
         predicted = tokens if outputs is None else np.asarray(outputs, dtype=np.float64)
         linear = self.per_token * tokens + self.per_output_token * predicted
@@ -151,7 +151,7 @@ def plan_step(
     outputs: Counts | None = None,
     prompts: Sequence[Prompt] | None = None,
 ) -> StepPlan:
-    """Plan micro-batches of at most `budget` tokens for sequences of `lengths` tokens, of which `outputs` are predicted.
+    """Plan micro-batches of at most `budget` tokens for sequences of `lengths` tokens. `outputs`: as in `CostModel.of`.
 
     The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots, none of which is empty on all ranks. One rank gets the bins of
     `plan_microbatches`. `prompts`: each sequence's prompt, which is part of its length. A micro-batch then computes a prompt
@@ -252,9 +252,9 @@ class _Planner:
         return bins if left or costliest[1] >= costliest[0] else spread
 
     def levelled(self, num_slots: int) -> Slots | None:
-        """Fill one slot after the other with the remaining sequences, costliest first. No bin costs more than the slot's level:
-        the cost of the costliest remaining sequence or, if larger, the mean cost of the remaining bins. Return None if the last
-        slot cannot take the rest."""
+        """Fill one slot after the other with the remaining sequences, costliest first. Except in the last slot, no bin costs
+        more than the costliest remaining sequence or, if larger, the mean of the remaining bins. Return None if a slot would be
+        empty or the last slot cannot take the rest."""
         left = _falling(self.cost, range(len(self.lengths)))
         slots: Slots = []
         for slots_left in range(num_slots, 0, -1):

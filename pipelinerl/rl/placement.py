@@ -95,9 +95,9 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None)
 
 
 def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tuple[Recipe, Placement]:
-    """Return the recipe with numbers instead of `auto`, and the placement that they describe. The trainer gets the GPUs with
-    the most free memory. Those on which no actor fits are left out. `model`: None = its size is unknown, so memory is not
-    checked. Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit."""
+    """Return the recipe with numbers instead of `auto`, and the placement that they describe. The trainer chooses its GPUs
+    first, by NVLink and then by free memory. GPUs on which no actor fits are left out. `model`: None = its size is unknown, so
+    memory is not checked. Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit."""
     if not (able := [device for device in devices if device.computes_in(recipe.model.dtype)]):
         raise _cannot_compute(recipe, devices[0])
     free = [device for device in able if device.free_bytes >= FREE_SHARE * device.total_bytes]
@@ -105,7 +105,7 @@ def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tup
         used = ", ".join(f"{device.name} has {device.free_bytes / GIB:.1f} GiB free" for device in able)
         fix = f"other processes use every GPU here ({used}); end them"
         raise FieldError("trainer.nproc", recipe.trainer.nproc or "auto", fix)
-    if not recipe.actor.colocate and recipe.actor.count != 0:  # without actors, a rank may still fit
+    if not recipe.actor.colocate and recipe.actor.count != 0:  # A rank may fit where no actor does.
         rooms = [_room(recipe, model, device, shared=False) for device in free]
         free = [room.device for room in rooms if room.least <= room.most] or free
     left = sorted(free, key=lambda device: -(device.free_bytes // ALIKE_BYTES))
@@ -141,14 +141,14 @@ def pinned(recipe: Recipe, devices: Sequence[Device], text: str, model: Model | 
     actors, spare = (tuple(map(named, groups)) for groups in (given.actors, given.spare))
     placement = Placement(trainer=named(given.trainer), actors=actors, spare=spare)
     if recipe.actor.colocate and (len(placement.trainer) != 1 or placement.groups != (placement.trainer,)):
-        raise FieldError(OPTION, text, "actor.colocate is for one rank and one actor on the same GPU; name it for both")
+        raise FieldError(OPTION, text, "actor.colocate is for one rank and one actor on the same GPU; name that GPU for both")
     size = recipe.actor.engine.tensor_parallel_size
     of_actors = [uuid for group in placement.groups for uuid in group]
     if not placement.trainer or not placement.actors:
         raise FieldError(OPTION, text, "needs a GPU for the trainer, and GPUs for at least one actor")
     for users in (placement.trainer, of_actors):
         if twice := [uuid for uuid in users if users.count(uuid) > 1]:
-            raise FieldError(OPTION, twice[0], "one rank and one actor may share a GPU, but no two ranks and no two actors")
+            raise FieldError(OPTION, twice[0], "a rank and an actor may share a GPU, but two ranks or two actors may not")
     if wrong := [group for group in placement.groups if len(group) != size]:
         raise FieldError(OPTION, list(wrong[0]), f"give each actor as many GPUs as actor.engine.tensor_parallel_size ({size})")
     return _with_numbers(recipe, placement, devices, model)
@@ -168,10 +168,10 @@ def table(placement: Placement, devices: Sequence[Device]) -> Iterator[str]:
 
 def _check_alone(recipe: Recipe, num_devices: int) -> None:
     """Raise `FieldError` if the recipe asks for more ranks, actors or GPUs per actor than one GPU allows."""
-    here = f"1 of {num_devices} GPUs here has enough free memory," if num_devices > 1 else "one GPU here,"
+    here = f"only 1 of {num_devices} GPUs has enough free memory" if num_devices > 1 else "there is one GPU here"
     for field in ("trainer.nproc", "actor.count", "actor.engine.tensor_parallel_size"):
         if (value := value_at(recipe, field)) is not None and value > 1:
-            raise FieldError(field, value, f"{here} which one rank and one actor share; use 1, or a machine with more GPUs")
+            raise FieldError(field, value, f"{here}, so one rank and one actor share it; use 1, or a machine with more GPUs")
 
 
 def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Model | None) -> tuple[int, int]:
@@ -196,12 +196,12 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
         if not beside and size > 1 and fits < len(free) and alone * GIB <= free[-1].free_bytes:
             fix = f"lower actor.engine.tensor_parallel_size ({size}), {fix}"
         field, value = ("trainer.nproc", given) if count is None and given is not None else ("actor.count", count)
-        raise FieldError(field, "auto" if value is None else value, f"{wanted} need {needed} GPUs, and {here}; {fix}")
+        raise FieldError(field, "auto" if value is None else value, f"{wanted} need {needed} GPUs, but {here}; {fix}")
     return ranks, actors
 
 
 def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tuple[int, int]:
-    """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly distributed up to the limit. If
+    """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly spread up to `max_tokens`. If
     the sheet or the model's size is unknown, each side gets about half. If there are too few GPUs, return the fewest ranks and
     0 actors."""
     size, fewest = recipe.actor.engine.tensor_parallel_size, rank_unit(recipe)
@@ -224,7 +224,7 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
 
 def _most_ranks(recipe: Recipe, free: Sequence[Device], model: Model | None, limit: int) -> int:
     """Return the largest number of ranks up to `limit` whose GPUs hold the model's states, or `limit` if none does. `free`
-    begins with the GPUs that the trainer would get, which have the most memory. MIG instances form no group of ranks."""
+    begins with the GPUs that have the most free memory. MIG instances cannot form a group of ranks."""
     if any(device.is_instance for device in free):
         return min(limit, 1)
     unit = rank_unit(recipe)
@@ -237,8 +237,8 @@ def _fit(recipe: Recipe, model: Model, gpus: Sequence[Device]) -> bool:
 
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:
-    """Remove `number` GPUs from `left` and return their names: a GPU, those that NVLink connects with it, and then others. Of
-    the GPUs with enough links, it is one with the fewest; if none has enough, one with the most."""
+    """Remove `number` GPUs from `left` and return their names: a first GPU, those that NVLink connects with it, then others.
+    The first one has the fewest links that are enough or, if no GPU has enough, the most."""
 
     def order(device: Device) -> tuple[bool, int]:
         links = sum(other.uuid in device.linked for other in left)
@@ -315,7 +315,7 @@ def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> 
             raise _too_large(recipe, device, {"the trainer": computing, "the sleeping engine": ENGINE_GIB})
         least, most = engine_shares(recipe, model, total, free - shared * trainer)
         uses = {"the trainer": shared * trainer, "weight updates": update_gib(recipe, model), "vLLM": engine_gib(recipe, model)}
-    if recipe.actor.colocate:  # torch gets what the sleeping engine leaves
+    if recipe.actor.colocate:  # torch gets the memory that the sleeping engine leaves
         return _Room(device, least, most, uses, math.floor(100 * (turn - CONTEXTS_GIB) / total) / 100)
     return _Room(device, least, most, uses, shared * math.ceil(100 * trainer / total) / 100)
 

@@ -42,11 +42,11 @@ AS_FAST = 0.99
 """Splits with at least this share of the highest rate count as equally fast, because estimates are not more exact."""
 IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FASTEST_STEP_S = 2e-3
-"""Shortest decode step that a data sheet predicts well; engines need milliseconds around each step."""
+"""Shortest decode step that a data sheet predicts well. Engines add milliseconds to each step."""
 _MOST_SPLITS = 4096
-"""About how many different numbers of actors are tried at most."""
+"""Approximate maximum number of actor counts that are tried for each H."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
-"""Limits of a simulation's version spans and sequences. Of a larger system, only a part is simulated."""
+"""Maximum numbers of version spans and sequences in a simulation. Of a larger system, only a part is simulated."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Machine:
 
 
 def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
-    """Return the mean KV cache tokens of a sequence in progress. Long sequences are in progress for longer than short ones."""
+    """Return the mean KV cache tokens of a sequence in progress. Long sequences count more, because they take longer."""
     return prompt_tokens + float(lengths.tokens**2 @ lengths.shares) / (2 * lengths.mean)
 
 
@@ -202,17 +202,17 @@ def make_plan(
     state_gib = state_bytes(recipe, model) / GIB / chosen.num_trainers
     unused = num_accelerators - chosen.num_generators * machine.per_actor - chosen.num_trainers
     takes = (
-        f"actors take {machine.per_actor} each, and trainer.context_parallel or shard_ranks a multiple of {rank_unit(recipe)}"
+        f"an actor takes {machine.per_actor}, and context_parallel and shard_ranks need a multiple of {rank_unit(recipe)} ranks"
     )
     reasons = (
         _why_this_split(chosen, max(splits, key=lambda one: one.rate), max_lag),
         _why_this_h(h, sequences_in_progress, most),
         f"{counted(h, 'sequence')}, each with {held:,.0f} tokens of prompt and unfinished completion on average, "
         f"take {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
-        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; to leave room for "
-        f"activations, at most {machine.memory_gib * MODEL_STATE_SHARE:.0f}: at least {counted(fewest, 'rank')} must share it",
-        f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waits for a group, for a batch and for "
-        f"{update_s:.2g} s of each weight update add to it",
+        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; beside activations, "
+        f"at most {machine.memory_gib * MODEL_STATE_SHARE:.0f} fit, so at least {counted(fewest, 'rank')} must share the state",
+        f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for each "
+        f"weight update ({update_s:.2g} s) adds to it",
         *([f"unused: {counted(unused, 'accelerator')} of {num_accelerators:,}, because {takes}"] if unused else []),
         *_warnings(recipe, machine, chosen, fewest, update_s),
     )
@@ -267,18 +267,18 @@ def _why_this_split(chosen: Split, fastest: Split, max_lag: int | None) -> str:
     if times_as_fast * AS_FAST <= 1:
         return f"{sides}: no other split is noticeably faster"
     if fastest.largest_lag > (math.inf if max_lag is None else max_lag):
-        why = f"its largest lag, {fastest.largest_lag}, is above algorithm.max_lag ({max_lag})"
+        why = f"the largest lag, {fastest.largest_lag}, would be above algorithm.max_lag ({max_lag})"
     else:
-        why = f"it would drop more than {MOST_STALE:.0%} of the sequences as stale"
+        why = f"more than {MOST_STALE:.0%} of the sequences would be dropped as stale"
     faster = f"{counted(fastest.num_generators, 'actor')} with H = {fastest.sequences_in_progress}"
     return f"{sides}; {faster} would be {times_as_fast:.2f} times as fast, but {why}"
 
 
 def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
     if given:
-        return f"H = {h} was given; the KV cache of an actor holds {most_in_progress}"
+        return f"H = {h} was given; the KV cache of an actor holds {counted(most_in_progress, 'sequence')}"
     if h == max(one for one in IN_PROGRESS if one <= max(h, most_in_progress)):
-        holds = f"the KV cache of an actor holds {most_in_progress}"
+        holds = f"the KV cache of an actor holds {counted(most_in_progress, 'sequence')}"
         return f"H = {h}: a larger H would decode faster, but {holds}, fewer than the next larger H that was tried"
     return f"H = {h}: a larger H would decode faster, but its sequences would be older when they are trained on"
 
@@ -300,7 +300,7 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
         limits += "" if max_lag is None else f" or algorithm.max_lag (now {max_lag})"
         yield (
             f"{enough:,} accelerators would be as fast: {counted(actors, 'actor')} and {counted(ranks, 'trainer rank')}; "
-            f"to use all of them, raise {limits}"
+            f"to use all accelerators, raise {limits}"
         )
     step_s = float(machine.decode.step_time(chosen.sequences_in_progress))
     if machine.name in ACCELERATORS and step_s < FASTEST_STEP_S:
@@ -336,7 +336,7 @@ def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, upda
 
 
 def _part(num_actors: int, per_step: int, times_smaller: float) -> tuple[int, int]:
-    """Return the number of actors, and of groups per step (8 if possible), of a smaller system with nearly the same ratio."""
+    """Return a smaller system's number of actors and of groups per step (8 or more if possible), at nearly the same ratio."""
     least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))
     fewest = min(num_actors, math.ceil(least))
     tried = range(fewest, min(num_actors, fewest + 8) + 1)

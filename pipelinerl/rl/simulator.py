@@ -4,8 +4,8 @@ Actors, feeder, intake and trainer behave as the services do, and ask `groups.py
 stale and when a phase begins. Between two changes of an actor's batch all its decode steps take the same time, so only steps at
 which something changes are events.
 
-The simulator assumes that all sequences succeed, that verifying and publishing take no time, that there are no evaluations,
-that actors neither join nor leave, and that lengths are independent of each other and of learning.
+The simulator assumes that all sequences succeed and that verifying and publishing take no time. There are no evaluations, and
+actors neither join nor leave. Lengths are independent of each other and of learning.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class _Run:
         self.prompts: deque[_Group] = deque()
         self.bounds = IssueBounds(recipe)
         self.issued = self.lost = 0
-        """Counts of the groups issued, and of those of which nothing was trained."""
+        """Numbers of groups issued, and of groups lost because none of their samples was trained on."""
         self.open: dict[int, None] = {}
         """Incomplete groups by their number, in order of issue."""
         self.num_waiting = 0
@@ -247,7 +247,7 @@ class _Run:
             finished.append(heapq.heappop(batch))
         if actor.to_swap is not None:
             counts, versions = actor.swaps
-            if counts[-1] == actor.count:  # the previous version sampled nothing
+            if counts[-1] == actor.count:  # The previous version sampled nothing.
                 versions[-1] = actor.to_swap
             else:
                 counts.append(actor.count)

@@ -223,8 +223,8 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
     shared = ("validate", "gsm8k", "--gpu-memory", "80GiB", "--parameters", "3B")
     told = pipelinerl(*shared, *(word for one in turns for word in ("--set", one)))
     assert "updates need 7.6 and the trainer keeps 52.3" in told[1], "50.3 GiB of states stay"
-    assert "(trainer.nproc = 4: set it to the ranks of all nodes)" in pipelinerl(*gsm)[1]
-    assert "optimizer 43.0 GiB on each of 3;" in pipelinerl(*gsm, "--set", "trainer.nproc=auto")[1], "as many as are needed"
+    assert "(trainer.nproc = 4: set it to the number of ranks on all nodes)" in pipelinerl(*gsm)[1]
+    assert "43.0 GiB on each of 3 ranks;" in pipelinerl(*gsm, "--set", "trainer.nproc=auto")[1], "as many as are needed"
 
 
 def test_a_folders_model_is_as_large_as_its_files_say(pipelinerl: Command, workplace: Path) -> None:

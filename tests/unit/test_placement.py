@@ -108,14 +108,14 @@ def test_what_does_not_fit_is_refused_with_what_does() -> None:
     here = [gpu(number, name=RTX) for number in range(4)]
     said = refusal(recipe("trainer.nproc=3", "actor.count=2"), here)
     assert said == (
-        "actor.count = 2: 3 trainer ranks and 2 actors of 1 GPU need 5 GPUs, and 4 GPUs are here; "
+        "actor.count = 2: 3 trainer ranks and 2 actors of 1 GPU need 5 GPUs, but 4 GPUs are here; "
         "use trainer.nproc=2 and actor.count=2, or auto"
     )
-    assert "trainer.nproc = 2: one GPU here, which one rank and one actor share" in refusal(recipe("trainer.nproc=2"), here[:1])
+    assert "nproc = 2: there is one GPU here, so one rank and one actor share" in refusal(recipe("trainer.nproc=2"), here[:1])
     assert refusal(recipe("trainer.nproc=4"), here).startswith("trainer.nproc = 4: 4 trainer ranks and 1 actor of 1 GPU need 5")
     assert "context_parallel = 2: does not divide the 1 rank" in refusal(recipe("trainer.context_parallel=2"), here[:1])
     assert "shard_ranks = 2: does not divide" in refusal(recipe("trainer.shard_ranks=2", "trainer.nproc=3"), here)
-    assert "tensor_parallel_size = 4: one GPU" in refusal(recipe("actor.engine.tensor_parallel_size=4"), here[:1])
+    assert "tensor_parallel_size = 4: there is one GPU" in refusal(recipe("actor.engine.tensor_parallel_size=4"), here[:1])
     large = load_recipe("gsm", ["trainer.nproc=1", "actor.count=1"])
     assert "use at least 3 ranks" in refusal(large, [gpu(0), gpu(1)], LARGE)
     assert place(large, [gpu(0), gpu(1)], 0).placement.trainer == uuids(0), "without a size, the processes check"
@@ -213,7 +213,7 @@ def test_in_turns_vllm_gets_what_the_states_leave_and_the_trainer_what_stays_of_
     variables, limit = placed.placement.trainer_environment({}, takes_turns=True), "per_process_memory_fraction:0.79"
     assert variables["PYTORCH_ALLOC_CONF"] == f"expandable_segments:True,{limit}"
     assert pinned(recipe(*TURNS), here, placed.placement.model_dump_json(), SMALL) == placed
-    with pytest.raises(FieldError, match="name it for both"):
+    with pytest.raises(FieldError, match="name that GPU for both"):
         pinned(recipe(*TURNS), here, '{"trainer": ["0"], "actors": [["1"]]}', SMALL)
     # 2.98e9 parameters: 50 of states take 71.4 with their activations and 1 of contexts; vLLM keeps 3 of the 75 that are free.
     said = refusal(recipe(*TURNS), [gpu(0, free=75)], 2_982_616_178)
@@ -243,7 +243,7 @@ def test_a_mixture_with_adapters_fits_eight_gpus_and_not_one() -> None:
     assert kv_cache_gib(placed.recipe, model, 80.0) == pytest.approx(2 * (72 - 3) - 56.87, abs=0.01)
     assert numbers_of(place(wanted, [gpu(number) for number in range(4)], *mixture)) == (2, 1)
     said = refusal(wanted, [gpu(number) for number in range(3)], *mixture)
-    assert "2 trainer ranks and 1 actor of 2 GPUs need 4 GPUs, and 3 GPUs are here; lower" in said
+    assert "2 trainer ranks and 1 actor of 2 GPUs need 4 GPUs, but 3 GPUs are here; lower" in said
     alone = load_recipe("math-moe", ["actor.engine.tensor_parallel_size=1"])
     assert "GiB for the trainer, 2.1 GiB for weight updates" in refusal(alone, [gpu(0)], *mixture)
 
@@ -285,7 +285,7 @@ def test_memory_of_others_is_not_given_away_and_adapters_need_no_second_instance
     assert small.actor.engine.gpu_memory_utilization == 0.87
     pair = [gpu(number, total=24) for number in range(2)]
     assert numbers_of(place(recipe(*lora, "model.max_context=1536"), pair, LARGE)) == (1, 1)
-    assert "8 trainer ranks and 1 actor of 1 GPU need 9 GPUs, and 2 GPUs are here; train adapters" in refusal(
+    assert "8 trainer ranks and 1 actor of 1 GPU need 9 GPUs, but 2 GPUs are here; train adapters" in refusal(
         recipe(), pair, LARGE
     )
 
@@ -306,7 +306,7 @@ def test_mig_instances_are_devices_that_form_no_group() -> None:
     assert "use trainer.nproc=1 and actor.count=2, or auto" in refusal(recipe("actor.count=3"), here)
     assert re.search("GiB for the trainer, .* or a larger instance or a whole GPU", refusal(recipe(), here, 3_210_000_000))
     pair = refusal(recipe("actor.engine.tensor_parallel_size=2"), whole[:2])
-    assert "need 3 GPUs, and 2 GPUs are here; lower actor.engine.tensor_parallel_size (2), train adapters" in pair
+    assert "need 3 GPUs, but 2 GPUs are here; lower actor.engine.tensor_parallel_size (2), train adapters" in pair
 
 
 def test_a_placement_by_hand_names_gpus_by_position_or_uuid() -> None:
@@ -321,8 +321,8 @@ def test_a_placement_by_hand_names_gpus_by_position_or_uuid() -> None:
         ('{"trainer": ["0"], "actors": [["1"]], "spares": []}', "--placement.spares = []: Extra inputs are not permitted"),
         ('{"trainer": ["0"], "actors": ["1"]}', "--placement.actors.0 = '1': Input should be a valid array"),
         ('{"trainer": ["7"], "actors": [["1"]]}', "'7': no such GPU: 0 is NVIDIA H100"),
-        ('{"trainer": [0, 0], "actors": [[1]]}', "no two ranks and no two actors"),
-        ('{"trainer": ["0"], "actors": [["1"], ["GPU-1"]]}', "no two ranks and no two actors"),
+        ('{"trainer": [0, 0], "actors": [[1]]}', "two ranks or two actors may not"),
+        ('{"trainer": ["0"], "actors": [["1"], ["GPU-1"]]}', "two ranks or two actors may not"),
         ('{"trainer": ["0"], "actors": []}', "GPUs for at least one actor"),
         ('{"trainer": ["0"], "actors": [["1", "2"]]}', "as many GPUs as actor.engine.tensor_parallel_size (1)"),
     ):

@@ -150,7 +150,7 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
     uneven = make_plan(parts, model, replace(machine, per_actor=3), lengths, 9, sequences_in_progress=16)
     assert (uneven.split.num_generators, uneven.split.num_trainers) == (1, 4)
     assert (
-        "unused: 2 accelerators of 9, because actors take 3 each, and trainer.context_parallel or shard_ranks a multiple of 4"
+        "unused: 2 accelerators of 9, because an actor takes 3, and context_parallel and shard_ranks need a multiple of 4 ranks"
         in (uneven.reasons)
     )
     assert [str(one) for one in misfits(parts, model, replace(machine, per_actor=3), lengths, 6)] == [
