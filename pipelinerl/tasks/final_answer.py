@@ -18,8 +18,22 @@ _UNIT = re.compile(
 _NEUTRAL = re.compile(r"(?:\\frac|\\cdot|\\times|\\[{}]|[|{}()\[\]\s/*^!.+])*1?(?:[|{}()\[\]\s!.]|\\[{}])*")
 """Text around a number that may leave its value unchanged, such as brackets, a division by 1, or the factorial of 2."""
 
+_BEGINS_THOUGHT = re.compile(r"<(?:think|thinking|thought|reasoning)>|\[THINK\]|◁think▷")
+_ENDS_THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]|◁/think▷")
+
 FOUND_NONE = "reward.answer_pattern found no answer"
 """Reason of a reward of 0 for a completion in which no answer was found."""
+
+
+def after_thoughts(text: str, prompt: str = "") -> slice:
+    """Return the part of a completion that follows its last thought and precedes a thought that has no end. It is empty if
+    `prompt` begins a thought, as some chat templates do, and the completion does not end it."""
+    *_, last = None, *_ENDS_THOUGHT.finditer(text)
+    if last is None and re.search(rf"(?:{_BEGINS_THOUGHT.pattern})\s*$", prompt):
+        return slice(0, 0)
+    start = last.end() if last else 0
+    unfinished = _BEGINS_THOUGHT.search(text, start)
+    return slice(start, unfinished.start() if unfinished else len(text))
 
 
 def occurs(reference: str, text: str) -> bool:

@@ -44,7 +44,7 @@ def score_item(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifie
 def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
     answer = None
     try:
-        answer = reward.find_answer(item.completion_text)
+        answer = reward.find_answer(item.completion_text, item.prompt_text)
         scored = reward(
             RewardInput(
                 prompt=item.prompt_text,

@@ -68,10 +68,18 @@ def gym_reference(family: str, seed: int = 3, **config: Any) -> dict[str, Any]:
         ("<answer>(.*)</answer>", "<answer>7</answer>, no:\n<answer>\n42\n</answer>", "42"),
         ("Answer: (.*)", "Answer: 7\nno:\nAnswer: 42\nThat is all.", "42"),  # no more than its line
         (r"#(\d+)$", "#7\n#42", "42"),
+        ("#(.+)", "<think>#7</think> #42 <think>#8", "42"),
+        ("#(.+)", "<think>#7</think> I give up", None),
+        ("#(.+)", "[THINK]so #7, or", None),
+        ("<answer>(.*)</answer>", "<think><answer>\n7\n</answer></think><answer>\n42\n</answer>", "42"),
+        (r"</think>\s*(.*)", "<think>7</think> 42", "42"),
     ],
 )
-def test_the_answer_is_the_group_of_the_last_match(pattern: str, completion: str, answer: str | None) -> None:
-    assert ComposedReward(RewardConfig(answer_pattern=pattern), exact).find_answer(completion) == answer
+def test_the_answer_is_the_group_of_the_last_match_outside_thoughts(pattern: str, completion: str, answer: str | None) -> None:
+    reward = ComposedReward(RewardConfig(answer_pattern=pattern), exact)
+    assert reward.find_answer(completion) == answer
+    in_begun_thought = reward.find_answer(completion.replace("<think>", "", 1), "<think>\n")
+    assert in_begun_thought == (answer if "</think>" in completion or not pattern else None)
 
 
 # --- exact and regex

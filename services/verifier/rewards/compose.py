@@ -22,6 +22,7 @@ from typing import Any, SupportsFloat
 from pipelinerl.episodes import imported
 from pipelinerl.errors import FieldError, as_unicode
 from pipelinerl.recipe.fields import JudgeConfig, RewardConfig, TaskConfig
+from pipelinerl.tasks.final_answer import after_thoughts
 from pipelinerl.tasks.rows import ABSENT, value_in
 from pipelinerl.tasks.source import conversation, prompt_of
 from services.verifier.rewards.code import code_scorer
@@ -45,18 +46,23 @@ class ComposedReward:
         self._answers = [re.compile(pattern), re.compile(pattern, re.DOTALL)] if pattern else []
         self._format = re.compile(config.format_pattern, re.DOTALL) if config.format_pattern else None
 
-    def find_answer(self, completion: str) -> str | None:
-        """Return group 1 of the last match of `answer_pattern`, stripped, or None. Without a pattern, return the completion.
+    def find_answer(self, completion: str, prompt: str = "") -> str | None:
+        """Return group 1 of the last match of `answer_pattern`, stripped, or None. Without a pattern, return the completion. An
+        answer inside a thought does not count. A match may only begin there if the text after all thoughts has no match.
 
         The first search is without re.DOTALL, so that `Answer: (.*)` takes only its line. A second search, after the last
         match, is with re.DOTALL, so that `<answer>(.*)</answer>` finds an answer of several lines."""
         if not self._answers:
             return completion.strip()
-        answer, end = None, 0
-        for pattern in self._answers:
-            for match in pattern.finditer(completion, end):
-                answer, end = match.group(1), match.end()
-        return None if answer is None else answer.strip()
+        part = after_thoughts(completion, prompt)
+        for begin in dict.fromkeys((part.start, 0)):
+            answer, end = None, begin
+            for pattern in self._answers:
+                for match in pattern.finditer(completion, end, part.stop):
+                    answer, end = match.group(1) if match.start(1) >= part.start else None, match.end()
+            if answer is not None:
+                return answer.strip()
+        return None
 
     def __call__(self, item: RewardInput) -> Score:
         """Return the reward and its terms. Raises `BadReference`, `BadReward`, and all errors of the scorer."""

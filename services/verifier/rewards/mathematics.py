@@ -17,7 +17,7 @@ from typing import Any
 
 from mpmath import mpc
 
-from pipelinerl.tasks.final_answer import boxes, final_answer
+from pipelinerl.tasks.final_answer import after_thoughts, boxes, final_answer
 from services.verifier.rewards import expressions
 from services.verifier.rewards.expressions import Node, Number, Unreadable, evaluate, inexact, symbols
 from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer, reference_answer
@@ -25,8 +25,6 @@ from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput,
 _TAIL_CHARACTERS = 4000
 """Number of characters at the end of a completion that are searched for an answer outside a box."""
 _LONGEST_TEXT = 200
-_BEGINS_THOUGHT = r"<(?:think|thinking|thought|reasoning)>|\[THINK\]|◁think▷"
-_ENDS_THOUGHT = r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]|◁/think▷"
 _CLAIM = re.compile(
     r"\b(?:answer|option|choice|result|solution)s?\b(?:[\s*_]{0,9}[:=]|[^.\n:=$\\]{0,60}?\b(?:is|are|be)\b)[\s*_:]{0,99}(?:(?:option|choice)\s)?|####\s{0,9}",
     re.IGNORECASE,
@@ -63,14 +61,9 @@ _MONTH = re.compile(
 # --- finding the answer
 
 
-def thoughtless(text: str) -> str:
-    """Return `text` without its thoughts, even if the last thought is cut off."""
-    return re.split(_BEGINS_THOUGHT, re.split(_ENDS_THOUGHT, text)[-1], maxsplit=1)[0]
-
-
 def claims(text: str, *, boxed: bool) -> list[str]:
     """Return the answers that `text` claims, all of which must be right."""
-    text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", thoughtless(text))
+    text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", text[after_thoughts(text)])
     found, tagged = boxes(text), text.rfind("<answer>")
     if boxed or (found and found[-1][0] > tagged):
         given, end = _joined_boxes(text, found) if found else ("", 0)
@@ -423,7 +416,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 @lru_cache(maxsize=4096)
 def reference_text(text: str) -> str:
     """Return the answer in a reference. Raises `BadReference` if no answer can be compared with it."""
-    answer = final_answer(thoughtless(text))
+    answer = final_answer(text[after_thoughts(text)])
     plain, quoted = expressions.tidy(answer), f"{text[:80]!r}"
     if not re.search(r"\w|\\[a-zA-Z{]", plain):
         raise BadReference("answer", f"{quoted} is not a mathematical expression")
@@ -456,7 +449,7 @@ def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
         wanted = reference_text(reference_answer(item))
         if item.answer is None:
             return NO_ANSWER
-        if re.search(rf"(?:{_BEGINS_THOUGHT})\s*$", item.prompt) and not re.search(_ENDS_THOUGHT, item.completion):
+        if after_thoughts(item.completion, item.prompt).stop == 0:
             return Score(0.0, "the thought that the prompt begins has no end")
         try:
             with _alarm(timeout_s / 4):
