@@ -53,7 +53,7 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Functions from log π − log μ [C] in nats to bool[C]: True excludes the token. NaN gives False, so the step is skipped."""
+"""Functions from log π − log μ [C] in nats to bool[C]; True excludes the token. NaN gives False, so the loss becomes NaN."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -79,7 +79,7 @@ class LossOutput:
     masked: Tensor
     """bool[C]: `algorithm.mask` excludes the token from the policy loss."""
     value_loss: Tensor
-    """Weighted sum of 0.5 (v − R)², without the coefficient; 0 without values."""
+    """Weighted sum of 0.5 (v − R)², without the coefficient; 0 without a value head."""
 
 
 PolicyTerm = Callable[[Tensor, MicroBatch, AlgorithmConfig], tuple[Tensor, Tensor]]

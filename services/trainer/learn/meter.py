@@ -32,13 +32,13 @@ TRAINING_PASSES = 3
 """Cost of a training step, in forward passes."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of a mixture's number of experts in configurations."""
+"""Names under which model configurations give the number of experts."""
 
 
 def cost_model_of(model: PreTrainedModel) -> CostModel:
     """Return a training step's cost / `TRAINING_PASSES`, as a function of sequence lengths. Frozen weights get no gradients, so
-    their products take two passes instead of three. The layers' matrices are counted as they are in the model, so no
-    architecture need be known. Of a mixture's experts, the number that a token visits counts."""
+    their products take two passes instead of three. Matrices are counted in the model itself, so any architecture works. Of a
+    mixture's experts, as many count as a token visits."""
     text: Any = model.config.get_text_config()
     decoder, head = model.get_decoder(), model.get_output_embeddings().weight
     uncounted = {id(module.weight) for module in decoder.modules() if isinstance(module, torch.nn.Embedding)} | {id(head)}
@@ -153,7 +153,7 @@ def bound_of(recipe: Recipe) -> float:
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
-    """Return two sequences of a step: the first, and the one that the most versions sampled, of another group if possible."""
+    """Return up to two sequences of a step: the first, and the one with the most versions, from another group if possible."""
     first, *rest = groups[0].sequences
     others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
@@ -218,7 +218,7 @@ def token_statistics(values: NDArray[np.float32], batches: tuple[HostMicroBatch,
 
 def _bucket_sums(values: NDArray[np.float32]) -> tuple[float, ...]:
     log_weights = values[0].astype(np.float64)
-    with np.errstate(invalid="ignore"):  # of log weights that are not finite
+    with np.errstate(invalid="ignore"):  # log weights may be infinite or NaN
         k3, others = np.expm1(np.minimum(log_weights, LARGEST_LOG_WEIGHT)) - log_weights, values[1:].sum(1, dtype=np.float64)
         return (*weight_sums(log_weights), *others, k3.sum(), np.abs(log_weights).max(initial=0.0))
 

@@ -96,7 +96,7 @@ class VersionReady:
 
 @dataclass(frozen=True)
 class ServedFromLog:
-    """An actor that reads the weight log serves this version. Without members, nobody else is waited for."""
+    """An actor that reads the weight log serves this version. Without members, the version then counts as served."""
 
     version: int
 
@@ -152,7 +152,7 @@ class SetDeadline:
 
 @dataclass(frozen=True)
 class VersionServed:
-    """All remaining members serve the version, or without members, an actor that reads the weight log."""
+    """All remaining members serve the version; if there are none, an actor that reads the weight log serves it."""
 
     version: int
     epoch: int
