@@ -259,7 +259,7 @@ class OptimizerLoop:
 
     @asynccontextmanager
     async def _recorded(self, batch: list[TrainingGroup]) -> AsyncIterator[None]:
-        """With `record: true`, write the batch to disk while the block computes its step, and hash the new weights during the
+        """With `record: true`, write the batch to disk while the block computes its step. Hash the new weights during the
         next step."""
         if not self._recipe.record:
             yield

@@ -4,7 +4,7 @@ Rank 0 loads the weights and finds out which attention and output head work; the
 single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the KL term is
 copied, because the reference is the initial policy.
 
-FSDP2 shards the model. The weights go from rank 0's host memory to all ranks, layer by layer, so a device holds at most one
+FSDP2 shards the model. The weights go from rank 0's host memory to all ranks, layer by layer. A device thus holds at most one
 layer unsharded, or the weights outside the layers. Trained weights are stored in float32; computation uses the recipe's dtype.
 Gradients are summed in float32, not averaged, because the terms of the loss are weighted over the whole step.
 """

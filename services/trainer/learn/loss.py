@@ -100,7 +100,7 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tu
 
 def gspo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5). This
-    is the token form (section 4.3): all tokens of a branch have the same value s, but each term has only the gradient of its
+    is the token form (section 4.3). All tokens of a branch have the same value s, but each term has only the gradient of its
     own token's log π. With equal advantages in a branch, the gradient is that of the sequence form."""
     log_ratio = logprobs - batch.behaviour_logprobs
     of_branch = branch_means(log_ratio.detach(), batch)

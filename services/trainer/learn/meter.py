@@ -1,10 +1,10 @@
 """Figures of one step: its use of the device, and statistics of its data.
 
-Model FLOPs count matrix products only, with 2 per multiply-add: projections, feed-forward layers (of a mixture, the experts
-that a token visits), causal attention, and the output head at predicted tokens. A training step costs three forward passes,
-even if activations are recomputed. A micro-batch without a backward pass costs one, and products with frozen weights cost two.
-A shared prompt counts once. Model FLOPs utilization is defined as in PaLM (arXiv 2204.02311, appendix B), but PaLM's formula
-ignores causality, so the value here is lower.
+Model FLOPs count matrix products only, with 2 per multiply-add. These are projections, feed-forward layers (of a mixture, the
+experts that a token visits), causal attention, and the output head at predicted tokens. A training step costs three forward
+passes, even if activations are recomputed. A micro-batch without a backward pass costs one, and products with frozen weights
+cost two. A shared prompt counts once. Model FLOPs utilization is defined as in PaLM (arXiv 2204.02311, appendix B), but PaLM's
+formula ignores causality, so the value here is lower.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class PhaseTimer:
 
 
 SAMPLED_WEIGHTS, LAG_0_TOKENS = "sampled_weights", "lag_0_tokens"
-"""Keys of a step's figures that are not in metrics.jsonl: importance weights of `sampled_sequences` by id; and for each actor
-[number of its tokens of lag 0, number of these with a |log π − log μ| above the bound]."""
+"""Keys of a step's figures that are not in metrics.jsonl. The first has importance weights of `sampled_sequences` by id. The
+second has, for each actor, [its tokens of lag 0, those of them with |log π − log μ| above the bound]."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
 """Results of `bound_of`. The float32 bound is ten times the probe's tolerance. In 16 bits a single token may be much further
 off than the median, and even more so with quantised weights in the engine."""
@@ -187,7 +187,7 @@ class TokenStatistics:
     by_lag: NDArray[np.int64]
     """[largest lag + 1]: number of tokens of each lag."""
     by_bucket: NDArray[np.float64]
-    """[B, 9]: `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, not finite if a log weight is not.
+    """[B, 9]: the four `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, which may not be finite.
     k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π)."""
     moments: NDArray[np.float64]
     """[2, 3]: number, sum and sum of squares of returns, and of returns − baseline; all 0 without a learned baseline."""

@@ -1,5 +1,5 @@
-"""The trainer's Prometheus metrics. Figures of an optimizer step are set when its record is complete, events are counted when
-they happen, and states are read at each scrape, on the HTTP thread."""
+"""The trainer's Prometheus metrics. Figures of an optimizer step are set when its record is complete. Events are counted when
+they happen. States are read at each scrape, on the HTTP thread."""
 
 from __future__ import annotations
 

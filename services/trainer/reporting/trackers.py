@@ -317,7 +317,7 @@ def open_tracker(name: str, run: TrackedRun) -> Tracker:
 
 
 def kept_id(run_dir: Path, tracker: str, make: Callable[[], str]) -> str:
-    """Return the run's id at a tracker, which is kept in the run directory so that a later trainer continues the same run. If
+    """Return the run's id at a tracker. The id is kept in the run directory, so a later trainer continues the same run. If
     there is none yet, store and return the result of `make`. Raises `ValueError` or `KeyError` if the file is malformed."""
     path = run_dir / "trackers" / f"{tracker}.json"
     if path.is_file():

@@ -26,7 +26,7 @@ from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serv
 MOST_RESTARTS = 3
 """Maximum number of retries of one version with the same members. Then each member must succeed alone before it rejoins."""
 SLOW = 4.0
-"""A member or transfer is slow if it takes more than this multiple of the median of all members or of recent transfers."""
+"""A member is slow if it takes longer than this multiple of the members' median; a transfer, of recent transfers' median."""
 TRAINER = ""
 """`actor` of the trainer's own answers: `EpochJoined` when its end of the group is built, `Staged` when all bytes are sent."""
 
