@@ -52,7 +52,7 @@ async def serve(
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
         board = PageBoard() if settings.page else None
-        if board is not None:  # added before the server starts, since browsers with an open page ask at once
+        if board is not None:  # before the server starts, because a browser with an open page asks at once
             add_page(app, board)
         host, names = settings.http_host, page_hosts(settings)
         http_port = await stack.enter_async_context(serve_http(guarded(app, settings), host, settings.http_port, names=names))
@@ -83,7 +83,7 @@ async def serve(
         readiness.reason = ""
         await run.run(stop)
         if board is not None and board.is_read and not stop.is_set():
-            await asyncio.sleep(ASKED_WITHIN_S)  # time for open pages to fetch the end of the run
+            await asyncio.sleep(ASKED_WITHIN_S)  # gives open pages time to fetch the end of the run
 
 
 @asynccontextmanager

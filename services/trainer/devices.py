@@ -36,7 +36,7 @@ def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path
     if not visible:
         raise UserError(f"torch sees no GPU{_cause(torch, environment, nodes)}")
     named = [name.strip() for name in environment.get(VISIBLE, "").split(",")]
-    wanted = list(takewhile(lambda name: name not in ("", "-1"), named))  # CUDA ignores the rest
+    wanted = list(takewhile(lambda name: name not in ("", "-1"), named))  # CUDA ignores all names after these
     if len(wanted) > len(visible) and not any(name.startswith("MIG-") for name in wanted):
         fix = f"CUDA shows only the first {len(visible)} of these GPUs; correct {wanted[len(visible)]!r}"
         raise UserError(f"{VISIBLE} = {environment[VISIBLE]!r}: {fix}")
@@ -62,7 +62,7 @@ def _cause(torch: Any, environment: Mapping[str, str], nodes: Path) -> str:
     files = (node for node in sorted(nodes.glob("nvidia*")) if not node.is_dir())
     locked = [str(node) for node in files if not os.access(node, os.R_OK | os.W_OK)]
     if locked:
-        return f"; this user may not open {', '.join(locked)}: join the group that may, or give the container access to them"
+        return f"; this user may not open {', '.join(locked)}: join the group that may open them, or give the container access"
     if VISIBLE in environment:
         return f"; {VISIBLE}={environment[VISIBLE]!r} decides which ones are visible"
     return f"; torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (nvidia-smi shows what the driver offers)"
@@ -80,7 +80,7 @@ def _usable(nvml: Any, visible: list[str], environment: Mapping[str, str]) -> li
         numbers = range(nvml.nvmlDeviceGetMaxMigDeviceCount(parent))
         parts = (_answer(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, parent, one) for one in numbers)
         instances += [nvml.nvmlDeviceGetUUID(part) for part in parts if part is not None]
-    if VISIBLE in environment:  # CUDA accepts the beginning of a name
+    if VISIBLE in environment:  # CUDA accepts the beginning of a UUID
         named = [name.strip() for name in environment[VISIBLE].split(",")]
         instances = [
             next((one for one in instances if one.startswith(name)), name) for name in named if name.startswith("MIG-")
@@ -97,7 +97,7 @@ def _answer(nvml: Any, call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _device(nvml: Any, uuid: str, handles: Mapping[str, Any]) -> dict[str, Any]:
-    capability = _answer(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handles[uuid]) or (8, 0)  # unknown for instances
+    capability = _answer(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handles[uuid]) or (8, 0)  # unknown for MIG instances
     memory, name = nvml.nvmlDeviceGetMemoryInfo(handles[uuid]), nvml.nvmlDeviceGetName(handles[uuid])
     others, link = handles.keys() - {uuid}, nvml.NVML_P2P_CAPS_INDEX_NVLINK
     links = {other: _answer(nvml, nvml.nvmlDeviceGetP2PStatus, handles[uuid], handles[other], link) for other in others}

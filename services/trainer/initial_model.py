@@ -96,7 +96,7 @@ def forget_quantization(model: PreTrainedModel) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FAILURE))  # an exception, so that an incomplete folder is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FAILURE))  # raise, so that the incomplete folder is removed
     return exit_code(make_model)
 
 

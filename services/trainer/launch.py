@@ -61,7 +61,7 @@ def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
 
 def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]) -> int:
     """Run `command` once for each of this node's ranks, which join those of the other nodes. Return the exit code of the first
-    failed rank, or 0. A signal to this process is passed to all ranks here, and is no failure."""
+    failed rank, or 0. A signal to this process is passed to these ranks, and is not a failure."""
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
     take_over("torch")
@@ -79,7 +79,7 @@ def _run_agent(settings: TrainerSettings, num_here: int, command: tuple[str, ...
     meeting: dict[str, Any]
     if settings.nodes == 1:  # meet in a folder and use loopback, since torch's store listens on all interfaces
         os.environ["RANK_FOLDER"] = str(folder)
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise torch still starts one
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise torch starts that store anyway
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": str(folder / "agent"), "rdzv_configs": {"store_type": "file"}}
     else:  # meet at node 0, which has rank 0

@@ -1,9 +1,9 @@
 """The optimizer loop: take batches from `Intake`, compute steps, send versions through `WeightUpdater`, evaluate and record.
 
-Before a version is offered, all remaining actors must serve the previous one. While an evaluation or probe holds the actors at
-an earlier version, no new version is sent; afterwards, they get the newest. Except in conventional mode, the next batch is
-computed while a version is sent. A single compute thread makes all calls to the model. With `actor.colocate`, the steps of a
-phase begin when the engine sleeps; the engine wakes up for the version after these steps.
+Before a version is offered, all remaining actors must serve the previous one. While an evaluation or probe measures a version,
+actors only stage the next one, and later ones are skipped. Except in conventional mode, the next batch is computed while a
+version is sent. A single compute thread makes all calls to the model. With `actor.colocate`, the steps of a phase begin when
+the engine sleeps; the engine wakes up for the version after these steps.
 
 Before the first step, the loop takes over a checkpoint and the streams from the run's previous trainer. For the next trainer it
 writes the journal, and the part of checkpoints that is not tensors.
@@ -95,7 +95,7 @@ class OptimizerLoop:
         self._carried_s: dict[str, float] = {}
         """Seconds spent after the last step. They count in the next step's record."""
         self._passed_over = False
-        """True if the current version was not sent because a measurement holds an earlier one."""
+        """True if the current version was skipped, because an earlier one waits for a measurement to end."""
         self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0
         self._closed = self.stopping = False
         self.version = start.version
@@ -130,7 +130,7 @@ class OptimizerLoop:
             await retry_forever(self._bus.empty, "empty the streams after a rollback")
             intake.position = (await self._bus.sequences_info()).last_position
         position, prompts, arrived = await retry_forever(lambda: scan_in_flight(self._bus, intake.position), "read the streams")
-        if position < intake.position or is_emptied:  # after a loss of NATS, positions may begin again
+        if position < intake.position or is_emptied:  # if NATS lost its data, positions may begin again
             self.journal.write({"event": "position", "position": position})
             self.checkpoints.positions = dict.fromkeys(self.checkpoints.positions, position)
         intake.position = position
@@ -147,7 +147,7 @@ class OptimizerLoop:
 
     async def run(self) -> None:
         """Send the first version, train, and evaluate the last version. Raises `ServiceError` if too many consecutive steps are
-        skipped, and `FieldError` if the actors' policy differs."""
+        skipped, and `FieldError` if the actors' policy differs from the trainer's."""
         try:
             await self._offer({})
             await self._updater.all_served()
@@ -192,7 +192,7 @@ class OptimizerLoop:
                     await self._in_compute(self._policy.end)
             except TimeoutError:
                 log.warning("the other ranks still compute after %.0f s", timeout_s)
-            except RuntimeError as error:  # from torch.distributed: they are gone, and no longer needed
+            except RuntimeError as error:  # from torch.distributed: the ranks are gone, and no longer needed
                 log.warning("the other ranks could not be ordered to end: %s", error)
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class OptimizerLoop:
         self._feeder.begin_step(seconds["wait"] / (self._batch_at - last_at), for_max_lag=held_by_max_lag)
         async with self.checkpoints.step():
             self._next = None
-            if self.version + 1 < self._recipe.trainer.steps:  # taken and planned during this step's computation
+            if self.version + 1 < self._recipe.trainer.steps:  # take and plan the next batch during this step
                 self._next = asyncio.create_task(self._prepared(self.version + 1))
             ids = (sequence.sequence_id for group in batch for sequence in group.sequences)
             with self._intake.traces.step(self.version + 1, ids) as span:
@@ -259,7 +259,7 @@ class OptimizerLoop:
 
     @asynccontextmanager
     async def _recorded(self, batch: list[TrainingGroup]) -> AsyncIterator[None]:
-        """With `record: true`, write the batch to disk while the block computes its step, and hash the new weights during the
+        """With `record: true`, write the batch to disk while the block computes its step. Hash the new weights during the
         next step."""
         if not self._recipe.record:
             yield
@@ -276,7 +276,7 @@ class OptimizerLoop:
         """Copy the current weights, which are of `version`, and begin to hash them. The previous hash is journaled first."""
         snapshot = await self._in_compute(self._policy.snapshot, PolicyVersion(self._start.lineage.incarnation, version))
         if self._digesting is not None:
-            await asyncio.shield(self._digesting)  # a cancelled run journals it at its end
+            await asyncio.shield(self._digesting)  # not cancelled with the run, which journals the hash at its end
         self._digesting = asyncio.create_task(self._journal_digest(version, snapshot))
 
     async def _journal_digest(self, version: int, snapshot: Snapshot) -> None:
@@ -314,8 +314,8 @@ class OptimizerLoop:
         return batch, await asyncio.to_thread(self._policy.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begin to send the current version, unless a measurement holds an earlier one. `measure`: the current version will be
-        measured, so first wait for the running measurement."""
+        """Begin to send the current version, unless an earlier one waits for a measurement to end. `measure`: the current
+        version will be measured, so first wait for the running measurement."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()
@@ -410,7 +410,7 @@ class OptimizerLoop:
             if evaluate:
                 try:
                     result = await self._evaluator.evaluate(version)
-                    if not (self.stopping and result.overall.unanswered):  # a stop also ends actors: answers are missing
+                    if not (self.stopping and result.overall.unanswered):  # a stop also ends actors, which then do not answer
                         self._recorder.heldout(result)
                 except ServiceError as error:
                     log.error("the held-out evaluation is skipped: %s", error)
@@ -428,7 +428,7 @@ class OptimizerLoop:
             **self._feeder.take_figures(),
         }
         record["step_s"] = {"total": time.monotonic() - began_at, **seconds}
-        # No step is computed while sending waits, and while the compute thread makes the snapshot.
+        # No step is computed while the snapshot is made, or while the loop waits for actors to serve a version.
         record["idle_s"] = seconds.get("snapshot", 0.0) + seconds.get("send", 0.0)
         self.journal.flush()  # readers of the record may audit the step
         self._recorder.step(record, batch, self._intake.tokens_arrived)

@@ -4,9 +4,9 @@ Rank 0 loads the weights and finds out which attention and output head work; the
 single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the KL term is
 copied, because the reference is the initial policy.
 
-FSDP2 shards the model. The weights go from rank 0's host memory to all ranks, layer by layer, so a device never holds more
-whole weights than those of one layer, or those outside all layers. Trained weights are stored in float32; computation uses the
-recipe's dtype. Gradients are summed in float32, not averaged, because the terms of the loss are weighted over the whole step.
+FSDP2 shards the model. The weights go from rank 0's host memory to all ranks, layer by layer. A device thus holds at most one
+layer unsharded, or the weights outside the layers. Trained weights are stored in float32; computation uses the recipe's dtype.
+Gradients are summed in float32, not averaged, because the terms of the loss are weighted over the whole step.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class PolicyTrainer:
             try:
                 self._export.write(folder, about)
             except BaseException:
-                self._state.abandon()  # the other ranks wait for the folder's name
+                self._state.abandon()  # otherwise the other ranks would wait for the folder's name
                 raise
             self._state.write(folder / RESUME / STATE)
 
@@ -166,7 +166,7 @@ def load_policy_trainer(
 def weight_sender(
     learner: Learner, recipe: Recipe, backend: Backend, store: GroupStore | None = None, host: str = "127.0.0.1"
 ) -> WeightSender:
-    """Return the sender of this learner's weights or adapters. Snapshots stay in host memory if the device may lack room."""
+    """Return this learner's sender of weights or adapters. With NCCL, a single rank keeps snapshots on its GPU if they fit."""
     sharded, wire_dtype = learner.world.mesh is not None, str(recipe.weights.wire_dtype)
     if wire_dtype == "model":  # sharded weights are kept in float32, and served in the model's dtype
         wire_dtype = recipe.model.dtype if sharded else ""
@@ -201,7 +201,7 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
 def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None, revision: str = "") -> Learner:
     """Return this rank's learner. All ranks must call this. `source`: folder or hub id of the model. `resume`: folder of the
     state to continue from; only rank 0 passes it. `revision`: revision of the pod template; empty outside Kubernetes. Raises
-    `ServiceError` if ranks differ in pipelinerl version, recipe or revision; also `FieldError`, and what `restore` raises."""
+    `ServiceError` if ranks differ in pipelinerl version, recipe or revision; also `FieldError` and the errors of `restore`."""
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
@@ -249,7 +249,7 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
             return policy
         return shard_policy(policy, world, dtype, reshard=recipe.trainer.reshard_after_forward)
 
-    # With adapters, the frozen base weights are the reference. Otherwise the reference is a second copy.
+    # With adapters, the frozen base weights are the reference. Otherwise the reference is a copy of the initial weights.
     needs_reference = recipe.algorithm.kl_coefficient > 0 and recipe.trainer.lora is None
     frozen = frozen_copy(whole) if needs_reference else None
     policy = sharded(whole)

@@ -47,7 +47,7 @@ ANSWER_WITHIN_S = 5.0
 DISMISS_S = 1.5
 """Maximum seconds for ordering the other ranks to end, including the wait for a running computation."""
 LAST_ANNOUNCEMENT_S = 120.0
-"""Maximum seconds to wait for the weight log's store at the run's end."""
+"""Maximum seconds to wait at the run's end until the weight log has the last version."""
 LAST_UPLOAD_S = 1800.0
 """Maximum seconds to wait for the last upload before the process exits (`settings.linger` is false)."""
 HEARTBEATS_ALONE = "departed actors are noticed only by their own message or by a missing heartbeat"
@@ -175,7 +175,7 @@ class TrainingRun:
                 async with asyncio.timeout(LAST_ANNOUNCEMENT_S):
                     await self.updater.log.all_announced()
             except TimeoutError:
-                log.error("the run ends, but weights.log lacks its last version: its store did not take it in time")
+                log.error("the run ends, but weights.log lacks the last version: its store did not accept that version in time")
 
     async def _wait_for_actors(self) -> None:
         """Wait for the expected actors. At the timeout, raise `ServiceError`. With `linger`, or while an actor starts, warn and
@@ -205,7 +205,7 @@ class TrainingRun:
             log.error("the run ends, but its last checkpoint is not uploaded yet; pipelinerl run --resume uploads it")
 
     async def _linger(self, stop: asyncio.Event) -> None:
-        """Answer requests until `stop`. Raises `RuntimeError` if another rank is gone."""
+        """Answer requests until `stop` is set. Raises `RuntimeError` if another rank is gone."""
         log.info("the run is finished; this trainer only answers requests until it is stopped")
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(self.loop.heartbeat())
@@ -218,7 +218,7 @@ class TrainingRun:
     async def _checkpoint_on_stop(self) -> None:
         """Write a checkpoint after the current step. If that takes too long, keep the previous one."""
         if self.loop.version == self._start.version and self.loop.waiting_for:
-            return  # nothing was trained since the checkpoint that this trainer started from
+            return  # no step has been computed since this trainer started
         self.recorder.write_summary(finished=False)  # this process may be killed before the rest is done
         within_s = self._settings.stop_checkpoint_s
         log.info("stopping: finishing the current step and writing a checkpoint first, within %g s", within_s)

@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 
 def receive_batches(links: Links | None) -> Iterator[Message]:
     """Yield a message with the batches of each step, until rank 0 sends the order to end. A thread receives the next message
-    while the caller computes. Request a message only after rank 0 has ordered that step. Raises `ServiceError` if the message
-    does not arrive within `ORDER_TIMEOUT` after the request."""
+    while the caller computes. Request a step's message only after rank 0 has ordered the step. Raises `ServiceError` if the
+    message does not arrive within `ORDER_TIMEOUT` after the request."""
     assert links is not None, "a rank that is alone gets no batches"
     with ThreadPool(1) as thread:
         following = thread.apply_async(links.hear)
@@ -79,7 +79,7 @@ def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda o
         else:
             carry_out(order, learner, received)
         on_order(order)
-    with suppress(ServiceError):  # rank 0 waits for a moment only, until the batches of a step that is not taken have arrived
+    with suppress(ServiceError):  # also receive the batches of a step that is not taken; rank 0 may be gone already
         list(received)
     saving.shutdown()
 

@@ -1,8 +1,8 @@
 """The ranks of the trainer: their parts of the work, their process groups, and the messages in those groups.
 
 Ranks that share a packed row, or a copy of the weights, have consecutive numbers, because consecutive ranks are usually on one
-node. There are separate process groups for rank 0's orders, batches, tensors, checkpoints, and each shared row. A single rank
-has no groups. A message is sent as a JSON header and the bytes of its arrays, never as a pickle.
+node. Rank 0's orders, batches, tensors, checkpoints, and each shared row have separate process groups. A single rank has no
+groups. A message is sent as a JSON header and the bytes of its arrays, never as a pickle.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Message:
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def parts(self) -> list[Tensor]:
-        """Return what is sent: the header's length, the header, and each array's bytes, which are copied only if necessary."""
+        """Return the tensors to send: the header's length, the header, and each array's bytes, copied only if necessary."""
         arrays = {name: np.require(array, requirements=("C", "W")) for name, array in self.arrays.items()}
         shapes = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
         header = bytearray(json.dumps((self.kind, dict(self.fields), shapes)).encode())
@@ -171,7 +171,7 @@ def join_ranks(device: torch.device, same: Mapping[str, str] | None = None) -> N
     try:
         if same:
             _agree(same)
-    except ValueError as error:  # a message of another form
+    except ValueError as error:  # a message cannot be decoded
         raise ServiceError(f"{_MISMATCH}: one of them runs another version of pipelinerl. {_REPLACE}") from error
 
 

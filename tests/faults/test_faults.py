@@ -155,7 +155,7 @@ async def test_updates_wait_while_the_disk_of_the_streams_is_full_and_then_go_on
         while await takes_a_message(stage.bus):  # what the stream's last page still holds
             pass
         await stage.offer(1)
-        await stage.until(lambda: any("say 'announce'" in record.getMessage() for record in caplog.records))
+        await stage.until(lambda: any("publish 'announce'" in record.getMessage() for record in caplog.records))
         ballast.unlink()
         stage.server.port = int(stage.server.url.rpartition(":")[2])
         stage.server.stop()

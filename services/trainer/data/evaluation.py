@@ -1,8 +1,8 @@
 """Measure one policy version through the actors that serve it: held-out accuracy, and parity with the trained weights.
 
 The parity probe is a fixed token sequence that the actors and the trainer score with the same version. The largest difference
-of token log-probabilities is the run's `logprob_mismatch_max`. `parity_failures` counts answers that differ too much, that show
-only a part of the change made by training, or that cannot be compared. A stale KV cache does not affect the probe.
+of token log-probabilities is the run's `logprob_mismatch_max`. `parity_failures` counts answers that differ too much, that do
+not show the whole change made by training, or that cannot be compared. A stale KV cache does not affect the probe.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def reason_left_out(answer: Sequence | None) -> str:
 @dataclass(frozen=True)
 class HeldoutResult:
     """Result of an evaluation. `overall`: accuracy over the recipe's tasks. `sets`: accuracy of each problem set. `num_tokens`:
-    sampled tokens of all answers. `samples`: some answers, to be shown."""
+    sampled tokens of all answers. `samples`: some answers for people to read."""
 
     version: int
     overall: Accuracy
@@ -128,7 +128,7 @@ class Evaluator:
         self._incarnation, self._calls_to, self._timeout_s = incarnation, calls, recipe.evaluation.timeout_s
         self.tolerance, self._of_median = probe_tolerance(recipe), in_sixteen_bits(recipe)
         num_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
-        # Any tokens are suitable: the models only have to agree on them.
+        # Any tokens are suitable, because only the scores of actors and trainer are compared.
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
@@ -171,7 +171,7 @@ class Evaluator:
         return done
 
     def _request(self, asked: Iterable[int], version: int) -> tuple[actor_pb2.GenerateRequest, dict[str, int]]:
-        """Return a request for as many of the first `asked` answers as fit into one call, and their numbers by group id."""
+        """Return a request for the first `asked` answers, as many as fit into one call, and their numbers by group id."""
         request, numbers, num_bytes = actor_pb2.GenerateRequest(), dict[str, int](), 0
         for number in asked:
             group = self._group(number, version)
@@ -188,7 +188,7 @@ class Evaluator:
         return replace(
             problem,
             run=self._run,
-            group_id=f"h{number:06d}-{secrets.token_hex(4)}",  # an actor may still sample the group of an earlier request
+            group_id=f"h{number:06d}-{secrets.token_hex(4)}",  # unique, as an actor may still sample an earlier request's group
             num_samples=1,
             sampling=replace(problem.sampling, temperature=self._recipe.evaluation.temperature),
             seed=group_seed(self._recipe.seed + 1, number),
@@ -234,7 +234,7 @@ class Evaluator:
         return HeldoutResult(version, overall, num_tokens, tuple(answers[one] for one in self._shown(answers)), sets)
 
     def _shown(self, answers: Iterable[int]) -> list[int]:
-        """Return the answers to show: the first of each set in turn, four in all, or one of each set if that is more."""
+        """Return the numbers of the answers to show: four in all, or one of each set if that is more. Sets take turns."""
         by_set = self._by_task(sorted(answers)).values()
         in_turn = [number for numbers in zip_longest(*by_set) for number in numbers if number is not None]
         return in_turn[: max(4, len(by_set))]

@@ -2,7 +2,7 @@
 
 The limits are checked after a new version, a lost group, the arrival of a sequence, or the start of an optimizer step. A group
 enters the tracker before it is published, so no unknown sequence can arrive. Its number is reserved on disk even earlier, so a
-restarted trainer knows which groups may have been published. Completions are never tokenised again.
+restarted trainer knows which groups may have been published. Completions arrive as token ids.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 
 async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], set[str]]:
-    """Return (start, prompts, arrived): what an earlier incarnation left on the streams. The log is to be read after position
-    `start`. `prompts`: the newest position of each group on PROMPTS. `arrived`: groups with a sequence after `start`.
+    """Return (start, prompts, arrived), which describe what an earlier incarnation left on the streams. Read the log after
+    position `start`. `prompts`: the newest position of each group on PROMPTS. `arrived`: groups with a sequence after `start`.
 
     `position`: last message of SEQUENCES that the checkpoint covers. PROMPTS is read first, because an actor stores a group's
     sequences before it acknowledges the group. A group that has left PROMPTS is thus already in the log.
@@ -69,8 +69,8 @@ _GROUP_ID = re.compile(r"g([0-9]{8,18})")
 
 
 ProblemStream = Callable[[int], PromptGroup]
-"""Function that returns the training problem of a number as a prompt group (`encode`). Runs with the same seed have the same
-problems."""
+"""Function from a number to the training problem with this number, as a prompt group (`encode`). Runs with the same seed have
+the same problems."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,9 @@ class Feeder:
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
         """Take over the groups of an earlier incarnation, and return how many were published again. Call this before reading
-        the log. `prompts`, `arrived`: groups on the streams (`scan_in_flight`). Open all groups up to the last of these with a
-        number below `reserved`; `run` opens later ones. An open group that is on no stream is published again, with a message
-        id that ends with `name`."""
+        the log. `prompts`, `arrived`: groups on the streams (`scan_in_flight`). Open all groups up to the last one on the
+        streams whose number is below `reserved`; `run` opens later ones. An open group that is on no stream is published again,
+        with a message id that ends with `name`."""
         named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
         last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)
         while self.next_group <= last:

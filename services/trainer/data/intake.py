@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
 """Default of `trainer.give_up_after_groups`: as many as `STEPS_IN_A_ROW` steps need, but at least `FEWEST_IN_A_ROW`."""
 MOST_IN_VAIN = 16
-"""The run ends after this many timeouts plus those of one group if no reward of the task has arrived before."""
+"""The run ends if the first rewards of a task all time out: this number, plus `sampling.group_size`."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",
@@ -49,7 +49,7 @@ _FIXES = {
     "token outside the vocabulary": "give trainer and actors the same model and tokenizer",
     "prompt group lost": "look in the actors' logs for unreadable prompts, and check whether anybody purges the streams",
     "actor_quarantined": "check the actors that the trainer's log names, or raise weights.verify_logprobs",
-    "forged": "run trainer and actors of the same release. If they are, an actor forges answers: check who has its login",
+    "forged": "run trainer and actors of the same release. If you already do, an actor forges answers: check who has its login",
     "unreadable": "run trainer and actors of the same release",
 }
 """Advice on lost groups, by the beginning of the reason for the loss (docs/errors.md lists the reasons)."""
@@ -114,7 +114,7 @@ class Intake:
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
         """The first message for each short reason for which a sequence failed."""
-        # Number of timeouts of each task of which no reward has arrived in time.
+        # For each task without a judge, the number of reward timeouts before its first reward.
         self._in_vain = {name: 0 for name, share in recipe.mixture.items() if share.reward.judge is None}
         self.quarantine = Quarantine(recipe.weights.verify_logprobs)
 
@@ -161,7 +161,7 @@ class Intake:
 
     def restore(self, held: HeldSequences, position: int) -> None:
         """Take over the sequences of an earlier intake. Restore the tracker first."""
-        self._in_vain.clear()  # an outage, from which a running run recovers, must not end it
+        self._in_vain.clear()  # in a resumed run, timeouts may come from a passing outage, which must not end it
         self._phase, self.position = list(held.taken), position
         self.ready.extend(held.ready)
         for sequence in held.open:
@@ -303,7 +303,7 @@ class Intake:
 
 
 FEWEST_TOKENS = 256
-"""An actor is checked each time that this many more of its tokens of lag 0 have been counted."""
+"""An actor is checked once this many of its tokens of lag 0 have been counted since its last check."""
 QUARANTINED = "actor_quarantined"
 
 
@@ -325,8 +325,8 @@ class Quarantine:
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
     def judge(self, tokens: Mapping[str, tuple[int, int]]) -> dict[str, float]:
-        """Count one step's tokens of lag 0. `tokens`: for each actor, all of them and those beyond the bound. Return the newly
-        quarantined actors, each with its share of tokens beyond the bound."""
+        """Count one step's tokens of lag 0. `tokens`: for each actor, how many there are, and how many are beyond the bound.
+        Return the newly quarantined actors, each with its share of tokens beyond the bound."""
         found = {}
         for actor, (seen, off) in tokens.items():
             self._seen[actor] += seen

@@ -1,6 +1,6 @@
 """The trainer's trace spans: issue, receipt and end of each sequence, and one span per optimizer step.
 
-A group's trace begins when the group is issued. After a restart, only sequences that are received again get an end span.
+A group's trace begins when the group is issued. After a restart, sequences that had arrived before it get no end span.
 """
 
 from __future__ import annotations

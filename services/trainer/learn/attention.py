@@ -71,7 +71,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
-    """Return how many copies of each key-value head let `ranks` share heads equally. Raises `FieldError` if `ranks` cannot."""
+    """Return how many copies of each key-value head let `ranks` share heads equally. Raises `FieldError` if they cannot."""
     if query_heads % ranks:
         fix = f"does not divide the model's {query_heads} attention heads; use a divisor of {query_heads}"
         raise FieldError("trainer.context_parallel", ranks, fix)
@@ -94,7 +94,7 @@ class RowPart:
         return slice(self.index * own, (self.index + 1) * own)
 
     def counts(self, length: int, predictors: Tensor, host: NDArray[np.int64] | None) -> list[int]:
-        """Return how many `predictors` (int64[C], ascending) each rank has. `host`: their copy, which saves a wait."""
+        """Return how many `predictors` (int64[C], ascending) each rank has. `host`: copy in host memory, which saves a wait."""
         places = predictors.cpu().numpy() if host is None else host
         edges = np.arange(1, self.ranks) * (length // self.ranks)
         ends = [*np.searchsorted(places, edges).tolist(), len(places)]
@@ -113,7 +113,7 @@ class RowPart:
         return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)
 
     def collected(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Map [k, own tokens] → [k, tokens of all ranks]. `counts`: tokens by rank. Only the own part has a gradient."""
+        """Map [k, own tokens] → [k, tokens of all ranks]. `counts`: tokens by rank. Only this rank's part has a gradient."""
         padded = x.new_zeros((x.shape[0], max(counts)))
         padded[:, : x.shape[1]] = x.detach()
         everything = [torch.empty_like(padded) for _ in counts]
@@ -250,7 +250,7 @@ def _attend_rows(
 def _attend_flash(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """Attend with torch's variable-length flash attention: query, key, value [T, heads, dim], 16 bit, CUDA."""
+    """Attend with torch's variable-length flash attention: 16-bit query, key, value [T, heads, dim] on a GPU."""
     from torch.nn.attention.varlen import varlen_attn
 
     if layout.places is not None:

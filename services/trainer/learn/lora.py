@@ -1,7 +1,7 @@
 """Insert, find and disable peft's low-rank adapters in a model, and yield the weights in the form that actors load.
 
-Adapters have the model's dtype. The optimizer, or each shard, keeps float32 masters. Actors load either whole weights with
-adapters merged in, or A and B of each adapter. Shards are gathered one parameter at a time, to save memory.
+Adapters have the model's dtype, with float32 masters in the optimizer; if sharded, they are float32. Actors load whole weights
+with adapters merged in, or A and B of each adapter. Shards are gathered one parameter at a time, to save memory.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Functions from log π − log μ [C] in nats to bool[C]: True excludes the token. NaN gives False, so the step is skipped."""
+"""Functions from log π − log μ [C] in nats to bool[C]; True excludes the token. NaN gives False, so the loss becomes NaN."""
 
 
 def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -79,7 +79,7 @@ class LossOutput:
     masked: Tensor
     """bool[C]: `algorithm.mask` excludes the token from the policy loss."""
     value_loss: Tensor
-    """Weighted sum of 0.5 (v − R)², without the coefficient; 0 without values."""
+    """Weighted sum of 0.5 (v − R)², without the coefficient; 0 without a value head."""
 
 
 PolicyTerm = Callable[[Tensor, MicroBatch, AlgorithmConfig], tuple[Tensor, Tensor]]
@@ -100,7 +100,7 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tu
 
 def gspo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5). This
-    is the token form (section 4.3): all tokens of a branch have the same value s, but each term has only the gradient of its
+    is the token form (section 4.3). All tokens of a branch have the same value s, but each term has only the gradient of its
     own token's log π. With equal advantages in a branch, the gradient is that of the sequence form."""
     log_ratio = logprobs - batch.behaviour_logprobs
     of_branch = branch_means(log_ratio.detach(), batch)

@@ -1,10 +1,10 @@
 """Figures of one step: its use of the device, and statistics of its data.
 
-Model FLOPs count matrix products only, with 2 per multiply-add: projections, feed-forward layers (of a mixture, the experts
-that a token visits), causal attention, and the output head at predicted tokens. A training step costs three forward passes,
-even if activations are recomputed. A micro-batch without a backward pass costs one, and products with frozen weights cost two.
-A shared prompt counts once. Model FLOPs utilization is defined as in PaLM (arXiv 2204.02311, appendix B), but PaLM's formula
-ignores causality, so the value here is lower.
+Model FLOPs count matrix products only, with 2 per multiply-add. These are projections, feed-forward layers (of a mixture, the
+experts that a token visits), causal attention, and the output head at predicted tokens. A training step costs three forward
+passes, even if activations are recomputed. A micro-batch without a backward pass costs one, and products with frozen weights
+cost two. A shared prompt counts once. Model FLOPs utilization is defined as in PaLM (arXiv 2204.02311, appendix B), but PaLM's
+formula ignores causality, so the value here is lower.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ TRAINING_PASSES = 3
 """Cost of a training step, in forward passes."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of a mixture's number of experts in configurations."""
+"""Names under which model configurations give the number of experts."""
 
 
 def cost_model_of(model: PreTrainedModel) -> CostModel:
     """Return a training step's cost / `TRAINING_PASSES`, as a function of sequence lengths. Frozen weights get no gradients, so
-    their products take two passes instead of three. The layers' matrices are counted as they are in the model, so no
-    architecture need be known. Of a mixture's experts, the number that a token visits counts."""
+    their products take two passes instead of three. Matrices are counted in the model itself, so any architecture works. Of a
+    mixture's experts, as many count as a token visits."""
     text: Any = model.config.get_text_config()
     decoder, head = model.get_decoder(), model.get_output_embeddings().weight
     uncounted = {id(module.weight) for module in decoder.modules() if isinstance(module, torch.nn.Embedding)} | {id(head)}
@@ -133,8 +133,8 @@ class PhaseTimer:
 
 
 SAMPLED_WEIGHTS, LAG_0_TOKENS = "sampled_weights", "lag_0_tokens"
-"""Keys of a step's figures that are not in metrics.jsonl: importance weights of `sampled_sequences` by id; and for each actor
-[number of its tokens of lag 0, number of these with a |log π − log μ| above the bound]."""
+"""Keys of a step's figures that are not in metrics.jsonl. The first has importance weights of `sampled_sequences` by id. The
+second has, for each actor, [its tokens of lag 0, those of them with |log π − log μ| above the bound]."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
 """Results of `bound_of`. The float32 bound is ten times the probe's tolerance. In 16 bits a single token may be much further
 off than the median, and even more so with quantised weights in the engine."""
@@ -153,7 +153,7 @@ def bound_of(recipe: Recipe) -> float:
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
-    """Return two sequences of a step: the first, and the one that the most versions sampled, of another group if possible."""
+    """Return up to two sequences of a step: the first, and the one with the most versions, from another group if possible."""
     first, *rest = groups[0].sequences
     others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
@@ -187,7 +187,7 @@ class TokenStatistics:
     by_lag: NDArray[np.int64]
     """[largest lag + 1]: number of tokens of each lag."""
     by_bucket: NDArray[np.float64]
-    """[B, 9]: `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, not finite if a log weight is not.
+    """[B, 9]: the four `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, which may not be finite.
     k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π)."""
     moments: NDArray[np.float64]
     """[2, 3]: number, sum and sum of squares of returns, and of returns − baseline; all 0 without a learned baseline."""
@@ -218,7 +218,7 @@ def token_statistics(values: NDArray[np.float32], batches: tuple[HostMicroBatch,
 
 def _bucket_sums(values: NDArray[np.float32]) -> tuple[float, ...]:
     log_weights = values[0].astype(np.float64)
-    with np.errstate(invalid="ignore"):  # of log weights that are not finite
+    with np.errstate(invalid="ignore"):  # log weights may be infinite or NaN
         k3, others = np.expm1(np.minimum(log_weights, LARGEST_LOG_WEIGHT)) - log_weights, values[1:].sum(1, dtype=np.float64)
         return (*weight_sums(log_weights), *others, k3.sum(), np.abs(log_weights).max(initial=0.0))
 

@@ -44,7 +44,7 @@ def load_policy(
         raise FieldError("model.name", source, fix)
     text = model.config.get_text_config()
     window = None if getattr(text, "layer_types", None) else getattr(text, "sliding_window", None)
-    # A model that passes no window to its attention applies it only in masks, which packed attention does not have.
+    # A model that passes no window to its attention applies the window only in masks, which packed attention does not use.
     is_ignored = policy.attention == VARLEN and not any(vars(one).get("packed_window") for one in model.modules())
     if is_ignored and window and window < config.max_context:
         fix = f"is above the model's sliding_window of {window:,} tokens, which packed attention ignores; lower it"
@@ -93,7 +93,7 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
     model.eval()  # in training mode, some models also add noise to their routers
     for module in model.modules():
         _disable_dropout(module)
-        module.training = getattr(module, "gradient_checkpointing", False)  # else it would not recompute its layers
+        module.training = getattr(module, "gradient_checkpointing", False)  # else it would not recompute activations
 
 
 def frozen_copy(policy: Policy) -> Policy:
@@ -147,10 +147,10 @@ def _load_config(source: str, config: ModelConfig, hub: dict[str, Any]) -> Pretr
     rope = getattr(text, "rope_parameters", None) or {}
     limits = {name: getattr(text, name, None) for name in ("max_position_embeddings", "attention_chunk_size")}
     name = "original_max_position_embeddings"
-    if rope.get("rope_type") == "dynamic":  # beyond this, a token's embedding depends on the length of its row
+    if rope.get("rope_type") == "dynamic":  # beyond this length, a token's embedding depends on the length of its row
         limits[name] = rope.get(name)
     elif rope.get("rope_type") == "longrope" and config.max_context > rope[name]:
-        rope["short_factor"] = rope["long_factor"]  # as in vLLM; transformers would choose by the longest sequence of a row
+        rope["short_factor"] = rope["long_factor"]  # as in vLLM; transformers chooses a factor by each row's longest sequence
     for name, longest in limits.items():
         if longest is not None and longest < config.max_context:
             fix = f"is above the model's {name} of {longest:,} tokens; lower it"

@@ -137,9 +137,9 @@ class PolicyOptimizer:
     def step(self, loss: float, total_weight: float) -> dict[str, Any]:
         """Clip the gradients, take a step, and clear the gradients. No weight changes if the loss or a gradient is not finite.
 
-        `total_weight`: sum of the weights of all tokens in the loss. It is the default bound of the gradient's norm, so a
-        weighted mean over tokens is clipped at norm 1. Return figures of metrics.jsonl: `learning_rate`, `grad_norm` before
-        clipping, `clipped`, and `skipped`, the reason why no weight changed.
+        `total_weight`: sum of the weights of all tokens in the loss. It is the default bound of the gradient's norm, so the
+        gradient of a weighted mean over tokens is clipped at norm 1. Return figures of metrics.jsonl: `learning_rate`,
+        `grad_norm` before clipping, `clipped`, and `skipped`, the reason why no weight changed.
         """
         rate = learning_rate(self.steps_taken, self.config)
         bound = total_weight if self.config.max_grad_norm is None else self.config.max_grad_norm
@@ -193,7 +193,7 @@ def _value_factor(config: TrainerConfig) -> float:
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a float32 parameter as it is. For others, return a float32 copy that takes over each new gradient."""
+    """Return a float32 parameter unchanged. For others, return a float32 copy that takes over each new gradient."""
     if parameter.dtype == torch.float32:
         return parameter
     master = nn.Parameter(parameter.detach().float())

@@ -123,7 +123,7 @@ class Policy(nn.Module):
         if self.value_head is None:
             return scores
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
-        return scores._replace(values=values.float().sum(1))  # sums one column: FSDP warns about views
+        return scores._replace(values=values.float().sum(1))  # `sum` drops the single column; FSDP would warn about a view
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: np.ndarray) -> np.ndarray:
@@ -347,7 +347,7 @@ def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) over the logits z of each block, and combine the blocks.
 
     Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. log p
-    is the logit minus the log-normaliser. For a single uncompiled block, both are relative to its largest logit.
+    is the logit minus the log-normaliser. For a single uncompiled block, both are relative to the token's largest logit.
     """
     blocks = head.blocks()
     buffer = head.buffer()

@@ -43,7 +43,7 @@ from services.trainer.world import ADAPTER, END, SCORE, WEIGHTS, Message, RankLa
 TRAIN, BATCHES, USE = "train", "batches", "use"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step are equally long."""
+"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have equally many."""
 
 
 def batch_message(version: int, share: Share) -> Message:
@@ -68,7 +68,7 @@ class PreparedStep:
     shares: tuple[Share, ...]
     sequence_ids: tuple[str, ...]
     figures: Mapping[str, float]
-    """`advantage_abs_mean`: mean over sequences. `imbalance`: `StepPlan.imbalance`."""
+    """`advantage_abs_mean`: mean absolute advantage of sequences. `imbalance`: `StepPlan.imbalance`."""
     flops: float
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
@@ -98,7 +98,7 @@ class Learner:
         compute_dtype: torch.dtype | None = None,
         bound: float = meter.BOUND_16_BIT,
     ) -> None:
-        """`temperature`: sampling temperature of μ. `reference`: policy of the KL term; None = `policy` as it is now.
+        """`temperature`: sampling temperature of μ. `reference`: policy of the KL term; None = the current `policy`.
         `compute_dtype`: dtype of matrix products, if not that of the weights. `bound`: as in `meter.token_statistics`."""
         self.policy = policy
         self.algorithm = algorithm
@@ -160,8 +160,8 @@ class Learner:
         )
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
-        """Return a plan, and how many slots at its start need no backward pass because all their branches are `silent`. A slot
-        is one micro-batch per rank. The number is 0 if all branches are silent, or if several ranks would need more slots."""
+        """Return a plan, and how many slots at its start need no backward pass. A slot is one micro-batch per rank. `silent`:
+        branches without a gradient. They get separate slots, unless all are silent, or several ranks would then need more."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
@@ -217,7 +217,7 @@ class Learner:
         first, totals, figures = self.compute(prepared.shares[0])
         parts = [first]
         if links is not None:
-            for report in links.receive(*range(layout.sequence_ranks, layout.size, layout.sequence_ranks)):  # one of each row
+            for report in links.receive(*range(layout.sequence_ranks, layout.size, layout.sequence_ranks)):  # one per row
                 parts.append(meter.TokenStatistics(**report.arrays))
                 figures["memory_peak_gib"] = max(figures["memory_peak_gib"], report.fields["memory_peak_gib"])
         loads = [len(batch.token_ids) for batch in prepared.batches if batch.num_branches]
@@ -235,7 +235,7 @@ class Learner:
             name: meter.importance_weights(np.concatenate([log_weights[branches == branch] for branch in own]))
             for name, own in prepared.sampled.items()
         }
-        of_actors = meter.summed([part.actors for part in parts]).tolist()  # later actors may have no token of lag 0
+        of_actors = meter.summed([part.actors for part in parts]).tolist()  # ends with the last actor that has a token of lag 0
         figures[meter.LAG_0_TOKENS] = dict(zip(prepared.actors, of_actors, strict=False))
         return figures
 

@@ -1,5 +1,5 @@
-"""The trainer's Prometheus metrics. Figures of an optimizer step are set when its record is complete, events are counted when
-they happen, and states are read at each scrape, on the HTTP thread."""
+"""The trainer's Prometheus metrics. Figures of an optimizer step are set when its record is complete. Events are counted when
+they happen. States are read at each scrape, on the HTTP thread."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ STATE_METRICS = (
                 {"state": MEMBER_STATES}),
     StateMetric("regroups_total", "How often the transfer group of all members was formed again.",
                 lambda run: run.updater.regroups, "groups of members"),
-    StateMetric("weight_updates_total", "Weight updates: versions that all members came to serve, and aborted transfers.",
+    StateMetric("weight_updates_total", "Weight updates: versions that all members then served, and aborted transfers.",
                 lambda run: run.updater.updates, "updates", {"outcome": ("served", "aborted")}),
     StateMetric("epoch", "Number of the current epoch. It changes with the members of the transfer group.",
                 lambda run: run.updater.epoch, "epoch"),
@@ -268,7 +268,7 @@ STATE_METRICS = (
                 lambda run: dict(run.feeder.tracker.tokens), labels={"outcome": tuple(Outcome)}),
     StateMetric("tokens_arrived_total", "Completion tokens that have reached the trainer since it started.",
                 lambda run: run.intake.tokens_arrived_here, "tokens"),
-    StateMetric("bad_messages", "Unusable sequences since the run began, and control messages since this trainer started.",
+    StateMetric("bad_messages", "Unusable messages: sequences of the run, and control messages since this trainer started.",
                 lambda run: run.intake.bad_messages + run.updater.bad_messages),
     StateMetric("quarantined_actors", "Actors whose log-probabilities are not those of the policy that they name "
                 "(weights.verify_logprobs).", lambda run: len(run.intake.quarantine.actors), "actors"),
@@ -293,7 +293,7 @@ STATE_METRICS = (
 
 
 class TrainerMetrics:
-    """All metrics of the trainer, on one registry. Before `watch`, only the phase `loading` is exported."""
+    """All metrics of the trainer, on one registry. Before `watch`, the only state exported is the phase `loading`."""
 
     def __init__(self, registry: CollectorRegistry, clock_s: Callable[[], float] = time.time) -> None:
         metrics = MetricSet(PREFIX, registry)

@@ -87,8 +87,8 @@ class PageBoard:
         return to_json(data)
 
     def news(self, after: str) -> str:
-        """Return JSON: the `steps` since position `after`, the current `state` and the new `position`; or `{"reset": true}` if
-        some of these steps are no longer kept, or `after` is invalid."""
+        """Return JSON: the `steps` since position `after`, the current `state` and the new `position`. Return `{"reset": true}`
+        if some of these steps are no longer kept, or `after` is invalid."""
         self._asked_at = time.monotonic()
         token, _, number = after[:64].partition("-")
         with self._lock:

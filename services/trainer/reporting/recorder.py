@@ -323,7 +323,7 @@ class Recorder:
         self._replicas.step(0 if before is None else self._used_up - before, seconds["total"] - seconds.get("wait", 0.0))
 
     def _max_lag_too_small(self, record: StepRecord) -> bool:
-        """Return whether `max_lag` is below the recommended one and costs time or sequences. The warning is logged once.
+        """Return whether `max_lag` is below the recommended value, and costs time or sequences. The warning is logged once.
 
         Time is lost if the trainer waits because the limit holds back prompts. Sequences are lost if the share of stale ones
         exceeds `MOST_STALE`. Return False in the first steps, in which only short sequences have ended.

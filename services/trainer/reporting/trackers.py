@@ -55,7 +55,7 @@ PROJECT = "pipelinerl"
 STEP, HELDOUT_VERSION = "step", "heldout/version"
 TABLES = {STEP: "samples", HELDOUT_VERSION: "heldout/samples"}
 MOST_TABLES, MOST_ROWS, MOST_CHARACTERS = 40, 8, 2000
-"""Limits of the tables of samples: about this many per run and axis, newest samples per table, and characters kept per cell."""
+"""Limits of sample tables: approximate number per run and axis, samples per table (the newest), and characters per cell."""
 _UNFIT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 THREAD = "tracker "
@@ -85,10 +85,10 @@ class Tracker(Protocol):
     all calls. They may wait for the network, and raise errors of the tracker's library."""
 
     def log(self, axis: str, position: int, time_s: float, figures: Mapping[str, float]) -> None:
-        """Log figures at `position` on `axis`, `STEP` or `HELDOUT_VERSION`. The latter may be older than the last step."""
+        """Log figures at `position`: a step if `axis` is `STEP`, or the evaluated version if it is `HELDOUT_VERSION`."""
 
     def log_samples(self, axis: str, position: int, rows: list[Row]) -> None:
-        """Log a table of samples at `position` on `axis`: of training on `STEP`, held-out ones on `HELDOUT_VERSION`."""
+        """Log a table of samples at `position` on `axis`: training samples on `STEP`, held-out ones on `HELDOUT_VERSION`."""
 
     def end(self, step: int, figures: Mapping[str, float], *, finished: bool) -> None:
         """Log the run's summary at its last step, and send unsent points. `finished`: the run was not stopped early."""
@@ -98,12 +98,12 @@ Call = Callable[[Tracker], None]
 
 
 class TrackerThread:
-    """Makes the queued calls in order. `lost`: points that the tracker has not accepted, including one in progress."""
+    """Makes the queued calls in order. `lost`: number of queued points that the tracker has not accepted so far."""
 
     def __init__(self, name: str, open_this: Callable[[], Tracker]) -> None:
         """`open_this`: makes the tracker, and imports its library, which may be missing. It is called again after an error."""
         self.name, self._open = name, open_this
-        self._calls = queue.SimpleQueue[tuple[Call, bool]]()  # with True for the last one
+        self._calls = queue.SimpleQueue[tuple[Call, bool]]()  # the flag is True for the last call
         self._tracker: Tracker | None = None
         self._retry_at_s = -math.inf
         self._sent = self._taken = 0
@@ -271,8 +271,8 @@ def flat(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sample_row(sample: Sample) -> Row:
-    """Return the row of a sample. Pure. `lag` is that of its oldest token; `length` counts the tokens of all branches, for an
-    episode with observations."""
+    """Return the row of a sample. Pure. `lag` is that of its oldest token; `length` counts the tokens of all branches,
+    including an episode's observations."""
     spans = [branch["spans"] for branch in sample.get("branches") or [sample]]
     oldest = min((version for of in spans for version, _, _ in of), default=sample["version"])
     return {
@@ -288,7 +288,7 @@ def sample_row(sample: Sample) -> Row:
 
 
 def _cell(text: str) -> str:
-    """Return a text that every library accepts: without control characters and lone surrogates, and of a long one both ends."""
+    """Return a text that every library accepts: replace control characters and lone surrogates, and shorten long texts."""
     half = MOST_CHARACTERS // 2
     if len(text) > MOST_CHARACTERS:
         text = f"{text[:half]} … {len(text) - 2 * half:,} characters left out … {text[-half:]}"
@@ -317,7 +317,7 @@ def open_tracker(name: str, run: TrackedRun) -> Tracker:
 
 
 def kept_id(run_dir: Path, tracker: str, make: Callable[[], str]) -> str:
-    """Return the run's id at a tracker, which is kept in the run directory so that a later trainer continues the same run. If
+    """Return the run's id at a tracker. The id is kept in the run directory, so a later trainer continues the same run. If
     there is none yet, store and return the result of `make`. Raises `ValueError` or `KeyError` if the file is malformed."""
     path = run_dir / "trackers" / f"{tracker}.json"
     if path.is_file():
@@ -355,7 +355,7 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def log_samples(self, axis: str, position: int, rows: list[Row]) -> None:
-        """Write the rows as indented text, which Markdown leaves as it is."""
+        """Write the rows as indented text, which Markdown leaves unchanged."""
         lines = (line for row in rows for name, value in row.items() for line in [f"{name}:", *f"    {value}".splitlines()])
         self._writer.add_text(TABLES[axis], "\n".join(f"    {line}" for line in lines), position)
         self._writer.flush()
@@ -407,7 +407,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "KILLED")
 
     def _experiment(self, artifacts: str | None) -> str:
-        """Return the experiment's id. A new one gets the folder `artifacts`, or the server's own if that is None."""
+        """Return the experiment's id. A new one gets the folder `artifacts`; None = the server's own folder."""
         if os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return os.environ["MLFLOW_EXPERIMENT_ID"]
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT

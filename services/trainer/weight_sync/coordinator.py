@@ -26,7 +26,7 @@ from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serv
 MOST_RESTARTS = 3
 """Maximum number of retries of one version with the same members. Then each member must succeed alone before it rejoins."""
 SLOW = 4.0
-"""A member or transfer is slow if it takes more than this multiple of the median of all members or of recent transfers."""
+"""A member is slow if it takes longer than this multiple of the members' median; a transfer, of recent transfers' median."""
 TRAINER = ""
 """`actor` of the trainer's own answers: `EpochJoined` when its end of the group is built, `Staged` when all bytes are sent."""
 
@@ -96,7 +96,7 @@ class VersionReady:
 
 @dataclass(frozen=True)
 class ServedFromLog:
-    """An actor that reads the weight log serves this version. Without members, nobody else is waited for."""
+    """An actor that reads the weight log serves this version. Without members, the version then counts as served."""
 
     version: int
 
@@ -152,7 +152,7 @@ class SetDeadline:
 
 @dataclass(frozen=True)
 class VersionServed:
-    """All remaining members serve the version, or without members, an actor that reads the weight log."""
+    """All remaining members serve the version; if there are none, an actor that reads the weight log serves it."""
 
     version: int
     epoch: int

@@ -62,7 +62,7 @@ def as_in_files(
 
 
 def converted_parameters(model: PreTrainedModel) -> frozenset[str]:
-    """Return the names of the parameters whose name or shape differs in the model's files (10 to 50 µs per parameter)."""
+    """Return the names of the parameters whose name or shape differs in the model's files (takes 10 to 50 µs each)."""
     shapes = _shapes(model)
     return frozenset(name for name, one in shapes if revert_weight_conversion(model, {name: one}).get(name) is not one)
 
@@ -164,8 +164,8 @@ class WeightSender:
     def broadcast(
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
     ) -> Future[TransferResult]:
-        """Start to send on `group`, on a separate thread, without the chunks that all receivers have. Until it ends, no other
-        code may use the group. A failure closes the group. Setting `given_up` stops the broadcast within the stall timeout."""
+        """Start to send on `group` on a separate thread, without chunks that all receivers already have. Until it ends, no
+        other code may use the group. A failure closes the group. Setting `given_up` stops it within the stall timeout."""
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         first = group.first_chunk(snapshot.manifest.content(snapshot.version))
         kept, chunks = snapshot.manifest.chunks[:first], snapshot.manifest.chunks[first:]
@@ -227,8 +227,8 @@ class LogWriter:
     """Writes offered versions to the weight log, and announces each one when it is complete in the store.
 
     It never delays training: if writing takes longer than a step, versions are skipped, and the next delta spans them. A store
-    that fails is tried again, each time with the newest version. The log refers to the last written snapshot and the one that
-    is being written, whose memory the transfers cannot reuse meanwhile."""
+    that fails is tried again, each time with the newest version. The log keeps the last written snapshot and the one that is
+    being written, so transfers cannot reuse their memory yet."""
 
     def __init__(self, weight_log: WeightLog) -> None:
         self._log = weight_log
@@ -264,7 +264,7 @@ class LogWriter:
             while self._held_above is not None and published.version > self._held_above:
                 self._released.clear()
                 await self._released.wait()
-            await retry_forever(partial(bus.publish_control, "published", published.SerializeToString()), "say 'published'")
+            await retry_forever(partial(bus.publish_control, "published", published.SerializeToString()), "publish 'published'")
             self.published = published
             if not self._arrived.is_set():
                 self._idle.set()

@@ -209,7 +209,7 @@ class TransferSession:
         actors = [name for name in self.joiners if kind == "abort" or name in members] if self._is_side else [""]
         headers, bus = headers_of(trace_of(span)), self._updater.bus
         calls = [partial(bus.publish_control, kind, payload, actor, headers) for actor in actors]
-        await asyncio.gather(*(retry_forever(call, f"say {kind!r}") for call in calls))
+        await asyncio.gather(*(retry_forever(call, f"publish {kind!r}") for call in calls))
 
     def _order_span(self, kind: str, epoch: int) -> Span:
         attributes = {a.EPOCH: epoch, **a.messaging("send", f"control.{kind}")}
@@ -227,7 +227,7 @@ class TransferSession:
 class WeightUpdater:
     """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time
     from the offer of the first version until an actor serves it. `on_change`: called when a version is served or actors are
-    gone. `log`: also writes each version to the weight log. If all actors read this log, a version counts as served once one of
+    gone. `log`: writer of the weight log, if there is one. If all actors read this log, a version counts as served once one of
     them serves it."""
 
     def __init__(
@@ -334,7 +334,7 @@ class WeightUpdater:
     async def order_sleep(self) -> None:
         """Order the actors that serve `served_version` to sleep until the next version. No version may be in transfer."""
         order = pb.Sleep(incarnation=self.incarnation, version=self.served_version).SerializeToString()
-        await retry_forever(lambda: self.bus.publish_control("sleep", order), "say 'sleep'")
+        await retry_forever(lambda: self.bus.publish_control("sleep", order), "publish 'sleep'")
 
     @asynccontextmanager
     async def hold_when_served(self, version: int) -> AsyncIterator[None]:
@@ -354,7 +354,7 @@ class WeightUpdater:
     async def run(self) -> None:
         """Run until cancelled. Raises `ServiceError` if no actor serves the first version in time."""
         manifest = self.sender.manifest.to_bytes()
-        await retry_forever(lambda: self.bus.publish_control("manifest", manifest), "say 'manifest'")
+        await retry_forever(lambda: self.bus.publish_control("manifest", manifest), "publish 'manifest'")
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 self.tasks.create_task(self._watch_members())
@@ -460,7 +460,7 @@ class WeightUpdater:
             del self._reasons[next(iter(self._reasons))]
 
     def post(self, session: TransferSession | None, event: c.Event | None) -> None:
-        """Queue an event of `session`, or of the membership if `session` is None. An `event` of None ends the wait."""
+        """Queue an event of `session`; if that is None, of the membership. `event` None: the wait for joiners is over."""
         self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:
@@ -527,7 +527,7 @@ class WeightUpdater:
 
     async def _tend_sides(self, *, gathered: bool = False) -> None:
         """Remove gone actors, and members of the epoch, from side groups. Open the side groups that other actors need, after a
-        wait for more of them. `gathered`: this wait is over."""
+        wait for more joining actors. `gathered`: this wait is over."""
         for session in list(self._sides):
             if outdated := self.roster.outdated(session.joiners, self._main.coordinator.members):
                 await self._step_side(session, c.MembersLeaving(outdated, "it is gone, or in the epoch", still_running=False))
