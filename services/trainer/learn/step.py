@@ -184,14 +184,14 @@ class Learner:
 
     def order(self, kind: str, *, dtype: str = "", **arrays: Any) -> None:
         if self.world.is_first and self.world.links is not None:
-            self.world.links.tell_all(Message(kind, {"dtype": dtype}, arrays))
+            self.world.links.broadcast(Message(kind, {"dtype": dtype}, arrays))
             if kind == END and self.world.batches is not None:
-                self.world.batches.tell_all(Message(END))
+                self.world.batches.broadcast(Message(END))
 
     def use(self, trainer: TrainerConfig) -> None:
         """Take further steps, on all ranks, with the learning rates, schedule, gradient bound and packing of `trainer`."""
         if trainer != self.trainer and self.world.is_first and self.world.links is not None:
-            self.world.links.tell_all(Message(USE, {"trainer": trainer.model_dump(mode="json")}))
+            self.world.links.broadcast(Message(USE, {"trainer": trainer.model_dump(mode="json")}))
         self.trainer = trainer
         self.optimizer.use(trainer)
 
@@ -211,7 +211,7 @@ class Learner:
         if links is not None:
             if prepared not in self._batches_sent:
                 self.send_batches(prepared)
-            links.tell_all(Message(TRAIN, {"version": prepared.version}))
+            links.broadcast(Message(TRAIN, {"version": prepared.version}))
             for work in self._batches_sent.pop(prepared):
                 work.wait()
         first, totals, figures = self.compute(prepared.shares[0])
