@@ -231,9 +231,10 @@ class Learner:
         figures["tokens_per_s"] = {kind: figures[f"tokens_{kind}"] / seconds for kind in ("trained", "computed")}
         figures["mfu"] = meter.mfu(prepared.flops, seconds, layout.size, self.peak_flops)
         branches, log_weights = np.concatenate([part.reported for part in parts]).T
+        with np.errstate(over="ignore"):  # weights that overflow are infinite
+            weights = np.exp(log_weights)
         figures[meter.SAMPLED_WEIGHTS] = {
-            name: meter.importance_weights(np.concatenate([log_weights[branches == branch] for branch in own]))
-            for name, own in prepared.sampled.items()
+            name: np.concatenate([weights[branches == branch] for branch in own]) for name, own in prepared.sampled.items()
         }
         of_actors = meter.summed([part.actors for part in parts]).tolist()  # later actors may have no token of lag 0
         figures[meter.LAG_0_TOKENS] = dict(zip(prepared.actors, of_actors, strict=False))
