@@ -90,11 +90,6 @@ class AdaptedLinearMethod(LinearMethodBase):
         return y if bias is None else y + bias
 
 
-def plain_method(method: Any) -> Any:
-    """Return the layer's original method if `method` adds an adapter to it, and otherwise `method` itself."""
-    return method.plain if isinstance(method, AdaptedLinearMethod) else method
-
-
 def _part_sizes(layer: LinearBase) -> list[int]:
     return list(getattr(layer, "output_partition_sizes", None) or getattr(layer, "output_sizes", None) or [layer.output_size])
 

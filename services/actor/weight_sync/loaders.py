@@ -142,7 +142,7 @@ def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    from services.actor.weight_sync.adapters import plain_method
+    from services.actor.weight_sync.adapters import AdaptedLinearMethod
 
     if vllm_config.quant_config is not None:
         return "the model is quantised"
@@ -150,7 +150,8 @@ def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
         return "LoRA or speculative decoding is on"
     plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
     for name, module in model.named_modules():
-        method = plain_method(getattr(module, "quant_method", None))
+        method = getattr(module, "quant_method", None)
+        method = method.plain if isinstance(method, AdaptedLinearMethod) else method
         if method is not None and type(method) not in plain:
             return f"{name} has weights of kind {type(method).__name__}"
         if is_deferred_attention_layer(module) and type(module) is not Attention:

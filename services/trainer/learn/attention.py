@@ -240,7 +240,6 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     packed: PackedLayout | None = None,
