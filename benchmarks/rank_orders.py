@@ -106,7 +106,7 @@ def play(rounds: int) -> dict[str, float]:
     assert ahead is not None
     if not world.is_first:
         received, report = receive_batches(ahead), vars(token_statistics(values, share, BOUND_16_BIT))
-        while (order := links.hear()).kind != END:
+        while (order := links.receive_order()).kind != END:
             if order.kind == TRAIN:
                 next(received)
             links.send(Message("result", {"memory_peak_gib": 1.0}, report if order.kind == TRAIN else {"values": values}), 0)
@@ -121,7 +121,7 @@ def play(rounds: int) -> dict[str, float]:
             for work in works:
                 work.wait()
         sent_s = time.perf_counter()
-        links.tell_all(Message(TRAIN, {"version": step}))
+        links.broadcast(Message(TRAIN, {"version": step}))
         for report in links.receive(*others):
             TokenStatistics(**report.arrays)
         between.append((time.perf_counter() - sent_s) / len(others))
@@ -133,8 +133,8 @@ def play(rounds: int) -> dict[str, float]:
         for rank in others:
             links.receive(rank)
         bulk.append((time.perf_counter() - began_s) / len(others))
-    links.tell_all(Message(END))
-    ahead.tell_all(Message(END))
+    links.broadcast(Message(END))
+    ahead.broadcast(Message(END))
     leave_ranks()
     return {"message_s": median(between[1:]), "ahead_s": median(early[1:]), "bulk_s": median(bulk)}
 

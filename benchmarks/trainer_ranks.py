@@ -79,7 +79,7 @@ def play(case: Case, pairs: int) -> tuple[Timings, dict[str, Any]]:
     timings = in_turn(ours, bare.step, pairs, meet=dist.barrier)
     learner.order(END)
     if not world.is_first:
-        world.links.hear()
+        world.links.receive_order()
         list(received)
     leave_ranks()
     return timings, metrics
@@ -91,7 +91,7 @@ def order_of(learner: Learner, groups: list[TrainingGroup], received: Iterator[M
     assert links is not None
 
     def follow() -> dict[str, Any]:
-        carry_out(links.hear(), learner, received)
+        carry_out(links.receive_order(), learner, received)
         return {}
 
     def lead() -> dict[str, Any]:

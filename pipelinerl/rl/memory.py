@@ -289,59 +289,52 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
 
 
 class Accelerator(NamedTuple):
-    """The data sheet of an accelerator. A plan needs `name`, `memory_gb` and `bandwidth`, which some data sheets here lack."""
+    """The data sheet of an accelerator. A plan needs `name`, `memory` and `bandwidth`, which some data sheets here lack."""
 
     devices: str
     """Regular expression for torch's whole name of the device, without the vendor."""
-    tera_flops: float
+    flops: float
+    """Dense FLOP/s in bfloat16."""
     name: str = ""
-    memory_gb: float = 0.0
+    memory: float = 0.0
+    """Bytes."""
     bandwidth: float = 0.0
     """Bytes per second of the memory."""
-
-    @property
-    def flops(self) -> float:
-        """Dense FLOP/s in bfloat16."""
-        return self.tera_flops * 1e12
-
-    @property
-    def memory_gib(self) -> float:
-        return self.memory_gb * 1e9 / GIB
 
 
 _DEVICES = (
     # Dense bfloat16 matrix products with float32 accumulation, from the vendors' data sheets (half of their figures "with
     # sparsity"), by torch's name of the device. Variants such as a laptop's GPU or a MIG slice are slower, so only exact
     # names have a peak. Blackwell: HGX B200/B300 and GB200/GB300 NVL72 data sheets (whole systems, divided by their GPUs).
-    Accelerator(r"(B200|B300 SXM6 AC|B300)", 2250.0, name="B200", memory_gb=180, bandwidth=7.7e12),
-    Accelerator(r"(GB200|GB300)", 2500.0),
+    Accelerator(r"(B200|B300 SXM6 AC|B300)", 2250e12, name="B200", memory=180e9, bandwidth=7.7e12),
+    Accelerator(r"(GB200|GB300)", 2500e12),
     # Hopper: H100 and H200 data sheets, GH200 data sheet. H800 has the arithmetic of the H100.
-    Accelerator(r"(H100|H800)( 80GB HBM3| 64GB HBM2)?", 989.4, name="H100", memory_gb=80, bandwidth=3.35e12),
-    Accelerator(r"(H100|H800)( 80GB)? PCIe", 756.5),
-    Accelerator(r"(H100|H200) NVL", 835.5),
-    Accelerator(r"H200", 989.4, name="H200", memory_gb=141, bandwidth=4.8e12),
-    Accelerator(r"GH200 (480GB|120GB|144G HBM3e)", 989.4),
-    Accelerator(r"H20", 148.0),
+    Accelerator(r"(H100|H800)( 80GB HBM3| 64GB HBM2)?", 989.4e12, name="H100", memory=80e9, bandwidth=3.35e12),
+    Accelerator(r"(H100|H800)( 80GB)? PCIe", 756.5e12),
+    Accelerator(r"(H100|H200) NVL", 835.5e12),
+    Accelerator(r"H200", 989.4e12, name="H200", memory=141e9, bandwidth=4.8e12),
+    Accelerator(r"GH200 (480GB|120GB|144G HBM3e)", 989.4e12),
+    Accelerator(r"H20", 148e12),
     # Ada: L4, L40 and L40S data sheets; RTX 4090: Ada GPU architecture white paper.
-    Accelerator(r"L4", 121.0),
-    Accelerator(r"L40", 181.05),
-    Accelerator(r"L40S", 362.05, name="L40S", memory_gb=48, bandwidth=0.864e12),
-    Accelerator(r"RTX 6000 Ada Generation", 364.2),
-    Accelerator(r"GeForce RTX 4090", 165.2),
+    Accelerator(r"L4", 121e12),
+    Accelerator(r"L40", 181.05e12),
+    Accelerator(r"L40S", 362.05e12, name="L40S", memory=48e9, bandwidth=0.864e12),
+    Accelerator(r"RTX 6000 Ada Generation", 364.2e12),
+    Accelerator(r"GeForce RTX 4090", 165.2e12),
     # Ampere: A100, A30, A40, A10 data sheets; RTX 3090 and A6000: GA102 white paper. A800 has the arithmetic of the A100.
-    Accelerator(r"(A100|A800)[- ](SXM4|PCIE|PCIe)-40GB", 312.0, name="A100-40GB", memory_gb=40, bandwidth=1.555e12),
-    Accelerator(r"(A100|A800)([- ](SXM4|PCIE|PCIe)-80GB| 80GB PCIe)", 312.0, name="A100", memory_gb=80, bandwidth=2.039e12),
-    Accelerator(r"A30", 165.0),
-    Accelerator(r"A40", 149.7),
-    Accelerator(r"A10", 125.0),
-    Accelerator(r"RTX A6000", 154.8),
-    Accelerator(r"GeForce RTX 3090", 71.0),
+    Accelerator(r"(A100|A800)[- ](SXM4|PCIE|PCIe)-40GB", 312e12, name="A100-40GB", memory=40e9, bandwidth=1.555e12),
+    Accelerator(r"(A100|A800)([- ](SXM4|PCIE|PCIe)-80GB| 80GB PCIe)", 312e12, name="A100", memory=80e9, bandwidth=2.039e12),
+    Accelerator(r"A30", 165e12),
+    Accelerator(r"A40", 149.7e12),
+    Accelerator(r"A10", 125e12),
+    Accelerator(r"RTX A6000", 154.8e12),
+    Accelerator(r"GeForce RTX 3090", 71e12),
     # GeForce of Blackwell: RTX Blackwell white paper.
-    Accelerator(r"GeForce RTX 5090", 209.5),
+    Accelerator(r"GeForce RTX 5090", 209.5e12),
     # AMD CDNA: Instinct data sheets. torch sees each of the two dies of an MI250X.
-    Accelerator(r"Instinct MI210", 181.0),
-    Accelerator(r"Instinct MI250X( / MI250)?", 191.5),
-    Accelerator(r"Instinct (MI300X|MI325X)( OAM)?", 1307.4, name="MI300X", memory_gb=192, bandwidth=5.3e12),
+    Accelerator(r"Instinct MI210", 181e12),
+    Accelerator(r"Instinct MI250X( / MI250)?", 191.5e12),
+    Accelerator(r"Instinct (MI300X|MI325X)( OAM)?", 1307.4e12, name="MI300X", memory=192e9, bandwidth=5.3e12),
 )
 
 

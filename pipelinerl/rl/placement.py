@@ -213,7 +213,7 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
         fewest = next(fits, 0) or fewest_together(recipe, model, free[-1].free_bytes / GIB)
         if (sheet := accelerator_named(free[0].name)) is not None and sheet.name and fewest + size <= len(free):
             lengths = Lengths.of_bars([(1, recipe.max_tokens, 1.0)])
-            machine = estimated(sheet._replace(memory_gb=free[fewest - 1].free_bytes / 1e9), model, recipe, lengths)
+            machine = estimated(sheet._replace(memory=free[fewest - 1].free_bytes), model, recipe, lengths)
             in_progress = recipe.actor.sequences_in_progress
             actors = best_split(possible_splits(recipe, model, machine, lengths, len(free), in_progress)).num_generators
     if (actors := min(actors, (len(free) - fewest) // size)) < 1:

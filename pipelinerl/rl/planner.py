@@ -81,15 +81,15 @@ def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: L
         moved = (read + in_progress * held_bytes) / (accelerator.bandwidth * BANDWIDTH_EFFICIENCY)
         return (moved + 2 * model.active * in_progress / (accelerator.flops * DECODE_EFFICIENCY)) / per_actor
 
-    per_weight = 6 if recipe.trainer.lora is None else 4
+    memory_gib, per_weight = accelerator.memory / GIB, 6 if recipe.trainer.lora is None else 4
     computed = per_weight * model.active * (1 + prompt_tokens / samples_per_prompt(recipe, lengths) / lengths.mean)
     return Machine(
         accelerator.name,
         per_actor,
         DecodeCurve(tuple((float(h), h / step_s(h)) for h in IN_PROGRESS)),
         computed / (accelerator.flops * TRAINING_EFFICIENCY),
-        kv_cache_gib(recipe, model, accelerator.memory_gib),
-        accelerator.memory_gib,
+        kv_cache_gib(recipe, model, memory_gib),
+        memory_gib,
     )
 
 

@@ -121,20 +121,16 @@ def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
     return FieldError("algorithm.max_lag", max_lag, fix)
 
 
-def generation_rate(curve: DecodeCurve, lengths: Lengths, num_sequences: int, num_generators: int) -> float:
-    """Return r_gen of a phase of `num_sequences` (K), spread evenly over generators, which then take no further sequences."""
-    # Between two lengths that occur, the number of unfinished sequences does not change.
-    unfinished = np.cumsum(lengths.shares[::-1])[::-1] * (num_sequences / num_generators)
-    decode_steps = np.diff(lengths.tokens, prepend=0)
-    return float(num_sequences * lengths.mean / (decode_steps @ curve.step_time(unfinished)))
-
-
 def conventional_rate(
     curve: DecodeCurve, training_time: float, lengths: Lengths, num_sequences: int, num_accelerators: int
 ) -> float:
-    """Return r_conv: all accelerators generate, then all train, each token in `training_time` (τ)."""
-    generating = generation_rate(curve, lengths, num_sequences, num_accelerators)
-    return 1 / (1 / generating + training_time / num_accelerators)
+    """Return r_conv. All accelerators generate `num_sequences` (K), spread evenly, and take no further ones. Then all train,
+    each token in `training_time` (τ)."""
+    # Between two lengths that occur, the number of unfinished sequences does not change.
+    unfinished = np.cumsum(lengths.shares[::-1])[::-1] * (num_sequences / num_accelerators)
+    decode_steps = np.diff(lengths.tokens, prepend=0)
+    time_per_token = decode_steps @ curve.step_time(unfinished) / (num_sequences * lengths.mean)
+    return float(1 / (time_per_token + training_time / num_accelerators))
 
 
 @dataclass(frozen=True)

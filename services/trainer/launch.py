@@ -105,14 +105,12 @@ def _run_agent(settings: TrainerSettings, num_here: int, command: tuple[str, ...
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode
-        print(f"error: {killed(rank, -failure.exitcode)}", file=sys.stderr)
+        why = "; the kernel does that when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
+        problem = (
+            f"error: rank {rank} of the trainer was killed by {how_ended(failure.exitcode)}{why}. A restarted trainer "
+            "continues from the newest checkpoint and repeats the steps since then; to repeat fewer, lower "
+            "checkpoint.every_steps"
+        )
+        print(problem, file=sys.stderr)
         return EXIT_FAILURE
     return EXIT_OK
-
-
-def killed(rank: int, number: int) -> str:
-    why = "; the kernel does that when memory runs out" if number == signal.SIGKILL else ""
-    return (
-        f"rank {rank} of the trainer was killed by {how_ended(-number)}{why}. A restarted trainer continues from the newest "
-        "checkpoint and repeats the steps since then; to repeat fewer, lower checkpoint.every_steps"
-    )

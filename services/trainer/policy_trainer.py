@@ -225,9 +225,9 @@ def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: P
     if world.is_first:  # load and check the model in host memory
         policy = load_policy(source, recipe.model, recipe.trainer)
         facts = {"attention": policy.attention, "own_logits": policy.own_logits, "resume": str(resume or "")}
-        world.links.tell_all(Message("model", facts))
+        world.links.broadcast(Message("model", facts))
     else:  # build the model without weights, and use rank 0's resume folder
-        found = world.links.hear().fields
+        found = world.links.receive_order().fields
         attention, own_logits = found["attention"], found["own_logits"]
         policy = blank_policy(source, recipe.model, recipe.trainer, attention, own_logits)
         resume = Path(found["resume"]) if found["resume"] else None

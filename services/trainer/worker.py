@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from multiprocessing import TimeoutError
-from multiprocessing.pool import AsyncResult, ThreadPool
+from multiprocessing.pool import ThreadPool
 
 from pipelinerl.errors import EXIT_USER_ERROR, ServiceError, UserError
 from pipelinerl.initial_model import model_source
@@ -51,17 +51,13 @@ def receive_batches(links: Links | None) -> Iterator[Message]:
     message does not arrive within `ORDER_TIMEOUT` after the request."""
     assert links is not None, "a rank that is alone gets no batches"
     with ThreadPool(1) as thread:
-        following = thread.apply_async(links.hear)
-        while (message := _in_time(following)).kind != END:
-            following = thread.apply_async(links.hear)
-            yield message
-
-
-def _in_time(following: AsyncResult[Message]) -> Message:
-    try:
-        return following.get(ORDER_TIMEOUT.total_seconds())
-    except TimeoutError:
-        raise ServiceError("rank 0 has ordered a step but has not sent its batches; rank 0's log says why") from None
+        following = thread.apply_async(links.receive_order)
+        try:
+            while (message := following.get(ORDER_TIMEOUT.total_seconds())).kind != END:
+                following = thread.apply_async(links.receive_order)
+                yield message
+        except TimeoutError:
+            raise ServiceError("rank 0 has ordered a step but has not sent its batches; rank 0's log says why") from None
 
 
 def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda order: None) -> None:
@@ -70,7 +66,7 @@ def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda o
     assert links is not None, "a rank that is alone gets no orders"
     saver, saving = StateSaver(learner), ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
     writing: Future[None] | None = None
-    while (order := links.hear()).kind != END:
+    while (order := links.receive_order()).kind != END:
         if order.kind == SAVE:
             if writing is not None:
                 writing.result()  # rank 0 has already finished the previous checkpoint

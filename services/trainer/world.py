@@ -113,11 +113,11 @@ class Links:
         named = (dict(zip(header[2], own, strict=True)) for header, own in zip(headers, arrays, strict=True))
         return [Message(kind, fields, own) for (kind, fields, _), own in zip(headers, named, strict=True)]
 
-    def tell_all(self, message: Message) -> None:
+    def broadcast(self, message: Message) -> None:
         for work in [work for rank in range(1, dist.get_world_size()) for work in self.begin_send(message, rank)]:
             work.wait()
 
-    def hear(self) -> Message:
+    def receive_order(self) -> Message:
         """Other ranks: receive rank 0's next message. Raises `ServiceError` if rank 0 is gone."""
         try:
             return self.receive(0)[0]
@@ -183,7 +183,7 @@ def _agree(what: Mapping[str, str]) -> None:
     links = Links(TENSOR_TIMEOUT)
     if dist.get_rank() > 0:
         links.send(Message("is", what), 0)
-        problem = links.hear().fields["problem"]
+        problem = links.receive_order().fields["problem"]
     else:
         theirs = {rank: message.fields for rank, message in enumerate(links.receive(*range(1, size)), start=1)}
         differing = [
@@ -193,7 +193,7 @@ def _agree(what: Mapping[str, str]) -> None:
             if its.get(name) != ours
         ]
         problem = "; ".join(differing[:4])
-        links.tell_all(Message("agreement", {"problem": problem}))
+        links.broadcast(Message("agreement", {"problem": problem}))
     if problem:
         raise ServiceError(f"{_MISMATCH}: {problem}. {_REPLACE}")
 

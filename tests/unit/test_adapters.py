@@ -115,7 +115,7 @@ def test_each_part_of_a_fused_layer_gets_its_own_product(config: Any, rslora: bo
         torch.testing.assert_close(layer.quant_method.apply(layer, x, layer.bias), plain[name])  # B is 0
     addresses = [(place.method.a.data_ptr(), place.method.b.data_ptr()) for place in places.values()]
 
-    loader = loader_of(model, places, manifest_of(sent, scaling))
+    loader = loader_of(model, places)
     loader.check(manifest_of(sent, scaling))
     loader.load(sent.items())
     for name, (layer, x) in layers.items():
@@ -140,7 +140,8 @@ def test_sixteen_bit_products_below_half_a_unit_in_the_last_place_survive_on_ave
     method: Any = layer.quant_method
     before = method.apply(layer, x, layer.bias)
     torch.testing.assert_close(before, nn.functional.linear(x, weight, bias), atol=0.05, rtol=0.02)
-    loader = loader_of(model, places, manifest_of(sent, scaling=1.0))
+    loader = loader_of(model, places)
+    loader.check(manifest_of(sent, scaling=1.0))
     loader.load(sent.items())
     loader.swap()
     changed = method.apply(layer, x, layer.bias).float() - before.float()
@@ -165,7 +166,7 @@ def test_two_tensor_parallel_ranks_have_the_whole_product_between_them(config: A
     for rank in (0, 1):
         monkeypatch.setattr(linear, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
         model, inner = Served(), slice(3 * rank, 3 * rank + 3)
-        loader = loader_of(model, installed(model, rank=4, alpha=6.0), manifest_of(sent, 1.5))
+        loader = loader_of(model, installed(model, rank=4, alpha=6.0))
         loader.check(manifest_of(sent, 1.5))
         loader.load(sent.items())
         loader.swap()
@@ -192,7 +193,8 @@ def test_only_targets_are_wrapped_and_a_fused_layer_may_have_one_adapted_part(co
     assert wrapped == [True, False, False]
     plain = nn.functional.linear(x, *model.weights["qkv_proj"])
     sent = {name: tensor for name, tensor in factors(rank=4).items() if name.startswith("k_proj")}
-    loader = loader_of(model, places, manifest_of(sent, 1.0))
+    loader = loader_of(model, places)
+    loader.check(manifest_of(sent, 1.0))
     loader.load(sent.items())
     loader.swap()
     keys = x @ sent["k_proj.a"].T @ sent["k_proj.b"].T
@@ -204,13 +206,13 @@ def test_factors_that_do_not_fit_are_refused(config: Any) -> None:
     model = Served()
     places, sent = installed(model, rank=4, alpha=4.0), factors(rank=4)
     with pytest.raises(ManifestDiffers, match="rank"):
-        loader_of(model, places, manifest_of(factors(2), 1.0)).check(manifest_of(factors(2), 1.0))
+        loader_of(model, places).check(manifest_of(factors(2), 1.0))
     with pytest.raises(ManifestDiffers, match="scaling"):
-        loader_of(model, places, manifest_of(sent, 2.0)).check(manifest_of(sent, 2.0))
+        loader_of(model, places).check(manifest_of(sent, 2.0))
     for name, shape in (("v_proj.b", (5, 4)), ("up_proj.a", (4, 7)), ("down_proj.a", (4, 7)), ("down_proj.b", (9, 4))):
         wrong = manifest_of(sent | {name: torch.zeros(shape)}, 1.0)
         with pytest.raises(ManifestMismatch, match=name.partition(".")[0]):
-            loader_of(model, places, wrong).check(wrong)
+            loader_of(model, places).check(wrong)
     unknown = manifest_of({"o_proj.a": torch.zeros(4, 8), "o_proj.b": torch.zeros(8, 4)}, 1.0)
     with pytest.raises(ManifestDiffers, match=r"o_proj.*target_modules"):
-        loader_of(model, places, unknown)
+        loader_of(model, places).check(unknown)

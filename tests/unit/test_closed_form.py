@@ -9,7 +9,6 @@ from pipelinerl.rl.throughput import (
     Lengths,
     Split,
     conventional_rate,
-    generation_rate,
     largest_lag,
     recipe_lag,
     split,
@@ -32,7 +31,7 @@ def test_the_papers_worked_case() -> None:
     assert (best.sequences_in_progress, best.num_generators, best.largest_lag) == (192, 44, 132)
     assert best.generation == best.rate == pytest.approx(16.9, rel=0.01)
     assert best.training == pytest.approx(17.08, rel=0.01)
-    generating = generation_rate(PAPER_CURVE, lengths, num_sequences, num_accelerators)
+    generating = conventional_rate(PAPER_CURVE, 0.0, lengths, num_sequences, num_accelerators)
     conventional = conventional_rate(PAPER_CURVE, PAPER_TRAINING_TIME, lengths, num_sequences, num_accelerators)
     assert generating == pytest.approx(18.3, rel=0.01)
     assert num_accelerators / PAPER_TRAINING_TIME == pytest.approx(26.02, rel=0.01)
@@ -46,10 +45,10 @@ def test_a_draining_batch_by_hand() -> None:
     curve = DecodeCurve(((1, 0.8), (2, 1.0)))
     lengths = Lengths.of_bars([(3, 3, 5.0), (1, 1, 5.0)])
     assert (lengths.mean, lengths.longest) == (2.0, 3)
-    assert generation_rate(curve, lengths, 4, 2) == pytest.approx(8 / 4.5)
+    assert conventional_rate(curve, 0.0, lengths, 4, 2) == pytest.approx(8 / 4.5)
     assert conventional_rate(curve, 0.5, lengths, 4, 2) == pytest.approx(1 / (4.5 / 8 + 0.5 / 2))
     # Equal lengths never drain: the generators always have 2.
-    assert generation_rate(curve, Lengths.of_bars([(7, 7, 1.0)]), 4, 2) == pytest.approx(2 * 1.0)
+    assert conventional_rate(curve, 0.0, Lengths.of_bars([(7, 7, 1.0)]), 4, 2) == pytest.approx(2 * 1.0)
 
 
 def test_a_curve_between_and_beyond_its_points_and_the_largest_lag_by_hand() -> None:

@@ -190,7 +190,8 @@ def test_a_layer_that_fits_without_its_margin_is_loaded_with_a_warning(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(loaders, "host_room", lambda: 200 * GIB)
-    PausedLoader(nn.Module(), CONFIG, GPU, None).check(seventy_billion())
+    group: Any = Peers(0, 1)
+    PausedLoader(nn.Module(), CONFIG, GPU, group).check(seventy_billion())
     assert "a weight update needs 5.9: 3.9 for twice the largest layer" in caplog.text
 
 

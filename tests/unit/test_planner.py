@@ -21,7 +21,7 @@ from pipelinerl.rl.throughput import DecodeCurve, Lengths, split
 from tests.unit.builders import make_recipe
 
 TWO_LENGTHS = Lengths.of_bars([(10, 10, 1.0), (30, 30, 1.0)])
-ROUND = Accelerator("", 10.0, name="round", memory_gb=26 * GIB / 1e9, bandwidth=10 * GIB / 0.6)
+ROUND = Accelerator("", 10e12, name="round", memory=26 * GIB, bandwidth=10 * GIB / 0.6)
 
 
 def recipe_with(max_lag: int | None, batch_size: int = 64) -> Recipe:

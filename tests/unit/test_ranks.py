@@ -329,11 +329,11 @@ def one_message(*parts: Any) -> Message | None:
     frozen.flags.writeable = False
     arrays = {"a": np.arange(10)[::2], "b": np.zeros((0, 2), np.float32), "c": np.asarray(True), "d": frozen}
     if os.environ["RANK"] == "1":
-        message = links.hear()
-        assert links.hear().kind == END
+        message = links.receive_order()
+        assert links.receive_order().kind == END
         return message
     works = links.begin_send(Message("one", {"version": 3, "counts": [{"n": 1}]}, arrays), 1)
-    links.tell_all(Message(END))
+    links.broadcast(Message(END))
     for work in works:
         work.wait()
     return None
@@ -362,7 +362,7 @@ def test_at_most_the_next_batches_are_received_while_a_step_is_computed() -> Non
     sent, heard = queue.Queue[Message](), threading.Semaphore(0)
 
     class Sender:
-        def hear(self) -> Message:
+        def receive_order(self) -> Message:
             message = sent.get()
             heard.release()
             return message

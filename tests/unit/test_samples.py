@@ -1,6 +1,7 @@
 """Samples of a run: which tokens are which piece of the text, and how much each of them weighed in its step."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from pipelinerl.messages.sequences import Turn, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.run_summary import to_json
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS, importance_weights, sampled_branches, sampled_sequences
+from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS, sampled_branches, sampled_sequences
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.reporting.samples import MOST_TOKENS, Sample, sample_of, token_pieces, without_tokens
@@ -48,14 +49,11 @@ def test_branches_of_samples_are_counted_over_all_groups() -> None:
     assert sampled_branches([group_of([episodes_of(EPISODES)[3]])]) == {"g.3": [0, 1]}
 
 
-def test_the_first_sequence_and_one_that_spans_versions_are_sampled_with_unclamped_weights() -> None:
+def test_the_first_sequence_and_one_that_spans_versions_are_sampled() -> None:
     groups = groups_of([(3, 2), (1, 9), (1, 4), (4, 1)], size=2)
     assert [one.sequence_id for one in sampled_sequences(groups)] == ["g.0", "g.2"]
     assert [one.sequence_id for one in sampled_sequences(groups[:1])] == ["g.0", "g.1"]
     assert [one.sequence_id for one in sampled_sequences([group_of(sequences_of([(1, 1)]))])] == ["g.0"]
-    logs = np.log(np.array([1, 2, 9, 0.5], dtype=np.float32))
-    assert importance_weights(logs).tolist() == pytest.approx([1, 2, 9, 0.5])
-    assert np.isinf(importance_weights(np.array([1000.0], dtype=np.float32))).all()
 
 
 SINGLE_TURNS = groups_of([(2, 9), (5, 3), (1, 4), (4, 17), (3, 2), (6, 8)], size=2)
@@ -103,6 +101,14 @@ def test_weights_of_a_step_are_those_of_each_branch_alone(budget: int, groups: l
     assert outcome[SAMPLED_WEIGHTS].keys() == expected.keys()
     for key, weights in expected.items():
         np.testing.assert_allclose(outcome[SAMPLED_WEIGHTS][key], weights, rtol=1e-3)
+
+
+def test_weights_that_overflow_are_infinite() -> None:
+    (sequence,) = sequences_of([(3, 2)])
+    far = replace(sequence, behaviour_logprobs=np.full(2, -1000.0, dtype=np.float32))
+    learner = Learner(wrap_model(model_of("llama-tied")), AlgorithmConfig(clamp=1.5), TrainerConfig())
+    outcome = learner.step(learner.prepare([group_of([far])], 2))
+    assert outcome[SAMPLED_WEIGHTS]["g.0"].tolist() == [math.inf, math.inf]
 
 
 # Pieces

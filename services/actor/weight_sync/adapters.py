@@ -90,11 +90,6 @@ class AdaptedLinearMethod(LinearMethodBase):
         return y if bias is None else y + bias
 
 
-def plain_method(method: Any) -> Any:
-    """Return the layer's original method if `method` adds an adapter to it, and otherwise `method` itself."""
-    return method.plain if isinstance(method, AdaptedLinearMethod) else method
-
-
 def _part_sizes(layer: LinearBase) -> list[int]:
     return list(getattr(layer, "output_partition_sizes", None) or getattr(layer, "output_sizes", None) or [layer.output_size])
 
@@ -161,30 +156,28 @@ class AdapterLoader:
 
     mode = "adapter"
 
-    def __init__(self, model: nn.Module, places: dict[str, Place], manifest: Manifest) -> None:
+    def __init__(self, model: nn.Module, places: dict[str, Place]) -> None:
         mapper = getattr(model, "hf_to_vllm_mapper", None)
-        mapper = mapper and mapper.get_rename_mapper()
-        self._items: dict[str, Place] = {}
-        for item in manifest.low_rank:
-            name = item.name.removesuffix(".weight")
-            renamed = (mapper.apply_list([name]) or [name])[0] if mapper else name
-            place = places.get(renamed) or places.get(name)
-            if place is None:
-                fix = "no layer that can be adapted here; leave it out of trainer.lora.target_modules"
-                raise ManifestDiffers(item.name, "presence", fix, "adapted")
-            self._items[item.a] = self._items[item.b] = place
-        self._are_a = {item.a for item in manifest.low_rank}
+        self._mapper, self._places = mapper and mapper.get_rename_mapper(), places
+        self._factors: dict[str, tuple[Place, bool]] = {}
+        """The place of each factor, and whether the factor is an A, by name."""
         self._staged: dict[int, tuple[AdaptedLinearMethod, Tensor, Tensor]] = {}
 
     def check(self, manifest: Manifest) -> None:
         """Check that rank and scaling are those with which the engine started. Check all shapes by loading zeros."""
-        specs = {spec.name: tuple(spec.shape) for spec in manifest.parameters}
+        specs, self._factors = {spec.name: tuple(spec.shape) for spec in manifest.parameters}, {}
         for item in manifest.low_rank:
-            method = self._items[item.a].method
-            if specs[item.a][0] != method.rank:
-                raise ManifestDiffers(item.name, "rank", method.rank, specs[item.a][0])
-            if not math.isclose(item.scaling, method.scaling, rel_tol=1e-6):
-                raise ManifestDiffers(item.name, "scaling", method.scaling, item.scaling)
+            name = item.name.removesuffix(".weight")
+            renamed = (self._mapper.apply_list([name]) or [name])[0] if self._mapper else name
+            place = self._places.get(renamed) or self._places.get(name)
+            if place is None:
+                fix = "no layer that can be adapted here; leave it out of trainer.lora.target_modules"
+                raise ManifestDiffers(item.name, "presence", fix, "adapted")
+            if specs[item.a][0] != place.method.rank:
+                raise ManifestDiffers(item.name, "rank", place.method.rank, specs[item.a][0])
+            if not math.isclose(item.scaling, place.method.scaling, rel_tol=1e-6):
+                raise ManifestDiffers(item.name, "scaling", place.method.scaling, item.scaling)
+            self._factors[item.a], self._factors[item.b] = (place, True), (place, False)
         try:
             self.load((name, torch.zeros(shape)) for name, shape in specs.items())
         except (AssertionError, ValueError, RuntimeError) as error:
@@ -203,7 +196,7 @@ class AdapterLoader:
             raise
 
     def _stage(self, name: str, tensor: Tensor) -> None:
-        place, is_a = self._items[name], name in self._are_a
+        place, is_a = self._factors[name]
         method, layer = place.method, place.layer
         _, a, b = self._staged.setdefault(id(method), (method, torch.zeros_like(method.a), torch.zeros_like(method.b)))
         columns = slice(place.part * method.rank, (place.part + 1) * method.rank)

@@ -16,7 +16,7 @@ from pipelinerl.errors import ManifestMismatch
 from pipelinerl.transfer.manifest import Manifest
 from services.actor.weight_sync.adapters import AdapterLoader, install
 from services.actor.weight_sync.client import WeightLoading, parse_version
-from services.actor.weight_sync.loaders import Loader, PausedLoader, choose
+from services.actor.weight_sync.loaders import Loader, choose
 from services.actor.weight_sync.worker import TransferWorker
 
 if TYPE_CHECKING:
@@ -63,20 +63,19 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Check the manifest and start the `TransferWorker`, which reports a mismatch. Runs between two decode steps."""
         self.shutdown()
         manifest = Manifest.from_bytes(init_info.manifest)
-        problem, reason = "", ""
-        loader: Loader = PausedLoader(self.model, self.vllm_config, self.device, None)  # a refused manifest is never loaded
+        problem = reason = ""
+        if manifest.low_rank:
+            loader: Loader = AdapterLoader(self.model, self._places)
+        else:
+            forced = init_info.force_paused
+            if forced not in self._whole:
+                self._whole = {forced: choose(self.model, self.vllm_config, self.device, forced)}
+            loader, reason = self._whole[forced]
+            if loader.mode == "paused":
+                logger.warning("weights are loaded while generation is paused: %s", reason)
         try:
-            if manifest.low_rank:
-                if self._base_replaced:
-                    raise ManifestMismatch("adapters need the checkpoint's weights, which were replaced: restart this actor")
-                loader = AdapterLoader(self.model, self._places, manifest)
-            else:
-                forced = init_info.force_paused
-                if forced not in self._whole:
-                    self._whole = {forced: choose(self.model, self.vllm_config, self.device, forced)}
-                loader, reason = self._whole[forced]
-                if loader.mode == "paused":
-                    logger.warning("weights are loaded while generation is paused: %s", reason)
+            if manifest.low_rank and self._base_replaced:
+                raise ManifestMismatch("adapters need the checkpoint's weights, which were replaced: restart this actor")
             loader.check(manifest)
         except ManifestMismatch as error:
             problem = str(error)

@@ -142,7 +142,7 @@ def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    from services.actor.weight_sync.adapters import plain_method
+    from services.actor.weight_sync.adapters import AdaptedLinearMethod
 
     if vllm_config.quant_config is not None:
         return "the model is quantised"
@@ -150,7 +150,8 @@ def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
         return "LoRA or speculative decoding is on"
     plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
     for name, module in model.named_modules():
-        method = plain_method(getattr(module, "quant_method", None))
+        method = getattr(module, "quant_method", None)
+        method = method.plain if isinstance(method, AdaptedLinearMethod) else method
         if method is not None and type(method) not in plain:
             return f"{name} has weights of kind {type(method).__name__}"
         if is_deferred_attention_layer(module) and type(module) is not Attention:
@@ -421,9 +422,8 @@ class PausedLoader:
 
     mode = "paused"
 
-    def __init__(self, live: nn.Module, config: VllmConfig, device: torch.device, peers: GroupCoordinator | None) -> None:
+    def __init__(self, live: nn.Module, config: VllmConfig, device: torch.device, peers: GroupCoordinator) -> None:
         self._live, self._config, self._device, self._peers = live, config, device, peers
-        self._rank, self._ranks = (0, 1) if peers is None else (peers.rank_in_group, peers.world_size)
         self._layout: dict[str, tuple[Tensor, int]] = {}
         """A tensor on `meta` and the rank that keeps the parameter, by name, in the manifest's order."""
         self._kept: dict[str, Tensor] = {}
@@ -433,9 +433,9 @@ class PausedLoader:
         self.drop()
         self._layout, kept = {}, 0
         for spec, offset, num_bytes in zip(manifest.parameters, manifest.offsets, manifest.sizes, strict=True):
-            dtype, keeper = getattr(torch, manifest.sent_dtype(spec)), offset * self._ranks // manifest.total_bytes
+            dtype, keeper = getattr(torch, manifest.sent_dtype(spec)), offset * self._peers.world_size // manifest.total_bytes
             self._layout[spec.name] = torch.empty(tuple(spec.shape), dtype=dtype, device="meta"), keeper
-            kept += num_bytes * (keeper == self._rank)
+            kept += num_bytes * (keeper == self._peers.rank_in_group)
         layer = largest_layer(manifest)
         if self._device.type == "cuda" and update_bytes(kept, layer) <= device_room(self._device)[0]:
             self._kept_on = self._device
@@ -450,7 +450,7 @@ class PausedLoader:
 
     def load(self, tensors: Iterable[Named]) -> None:
         self.drop()
-        mine = ((name, tensor) for name, tensor in tensors if self._layout[name][1] == self._rank)
+        mine = ((name, tensor) for name, tensor in tensors if self._layout[name][1] == self._peers.rank_in_group)
         self._kept = {name: tensor.to(self._kept_on, copy=True) for name, tensor in mine}  # a view would keep its whole chunk
 
     @torch.no_grad()
@@ -482,7 +482,7 @@ class PausedLoader:
         """Yield all tensors in the manifest's order. All ranks must iterate together."""
         for name, (form, keeper) in self._layout.items():
             tensor = self._kept.get(name)
-            if self._peers is not None and self._ranks > 1:
+            if self._peers.world_size > 1:
                 tensor = torch.empty_like(form, device=self._device) if tensor is None else tensor.to(self._device)
                 self._peers.broadcast(tensor, keeper)
             assert tensor is not None

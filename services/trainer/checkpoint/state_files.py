@@ -225,7 +225,7 @@ class StateSaver:
         """On ranks other than 0, write or drop the staged state when rank 0 decides. Do not call this on the compute thread."""
         assert self._others is not None, "a rank that is alone follows none"
         try:
-            told = self._others.hear()
+            told = self._others.receive_order()
             if told.kind == FOLDER:
                 self.write(Path(told.fields["folder"]))
         except (PipelineRLError, OSError) as error:
@@ -246,4 +246,4 @@ class StateSaver:
 
     def _tell(self, message: Message) -> None:
         if self._others is not None and self._learner.world.is_first:
-            self._others.tell_all(message)
+            self._others.broadcast(message)

@@ -51,8 +51,10 @@ class Slots:
     """int64[slots]: index in the row of the token in each slot; 0 for padding."""
     first: Tensor
     """int64[T]: for each token, one of its slots."""
-    shared: tuple[Tensor, Tensor] | None
-    """(int64[slots without padding]: slots grouped by token; int64[T]: start of each group); None if no token is shared."""
+    by_token: Tensor
+    """int64[slots without padding]: slots grouped by token."""
+    begins: Tensor
+    """int64[T]: start of each token's group in `by_token`."""
 
 
 class _AllToAll(torch.autograd.Function):
@@ -138,8 +140,16 @@ class PackedLayout:
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Return (number of sequences, length of the longest) for each run of similar lengths. A run becomes a padded batch."""
-        return tuple((end - first, int(self.lengths[first:end].max())) for first, end in _similar_runs(self.lengths))
+        """Return (number of sequences, length of the longest) for each run of similar lengths. A run becomes a padded batch.
+        Each of its sequences has at least half the longest length, so at most half of the batch is padding."""
+        blocks: list[tuple[int, int]] = []
+        rows, longest, shortest = 0, 0, int(self.lengths[0])
+        for length in self.lengths.tolist():
+            if 2 * min(shortest, length) < max(longest, length):
+                blocks.append((rows, longest))
+                rows, longest, shortest = 0, length, length
+            rows, longest, shortest = rows + 1, max(longest, length), min(shortest, length)
+        return *blocks, (rows, longest)
 
     @cached_property
     def padded(self) -> Slots:
@@ -157,13 +167,9 @@ class PackedLayout:
         places = np.arange(len(slots)) if self.places is None else self.places
         sources = np.zeros(num_slots, dtype=np.int64)
         sources[slots] = places
-        first, shared, device = slots, None, self.cu_seqlens.device
-        if self.places is not None:
-            order = np.argsort(places, kind="stable")
-            begins = np.flatnonzero(np.diff(places[order], prepend=-1))
-            first = slots[order[begins]]
-            shared = (on_device(slots[order], device), on_device(begins, device))
-        return Slots(on_device(sources, device), on_device(first, device), shared)
+        order = np.argsort(places, kind="stable")
+        by_token, begins = slots[order], np.flatnonzero(np.diff(places[order], prepend=-1))
+        return Slots(*(on_device(x, self.cu_seqlens.device) for x in (sources, by_token[begins], by_token, begins)))
 
 
 def packed_layout(
@@ -178,18 +184,6 @@ def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.
     return np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
 
 
-def _similar_runs(lengths: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return runs [first, end) of sequences with at least half the run's longest length. At most half of a run is padding."""
-    runs: list[tuple[int, int]] = []
-    first, longest, shortest = 0, int(lengths[0]), int(lengths[0])
-    for index, length in enumerate(lengths.tolist()):
-        longest, shortest = max(longest, length), min(shortest, length)
-        if 2 * shortest < longest:
-            runs.append((first, index))
-            first, longest, shortest = index, length, length
-    return [*runs, (first, len(lengths))]
-
-
 class _ToSlots(torch.autograd.Function):
     """Map x [T, heads, dim] → [slots, heads, dim]. A token's gradient is the sum over its slots."""
 
@@ -200,35 +194,9 @@ class _ToSlots(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        slots: Slots = ctx.slots
-        if slots.shared is None:
-            return grads[0].index_select(0, slots.first), None
-        order, begins = slots.shared
         # This adds rows in a fixed order. A scatter-add on a GPU would not.
-        sums = F.embedding_bag(order, grads[0].flatten(1), begins, mode="sum")
+        sums = F.embedding_bag(ctx.slots.by_token, grads[0].flatten(1), ctx.slots.begins, mode="sum")
         return sums.unflatten(1, grads[0].shape[1:]), None
-
-
-class _FromSlots(torch.autograd.Function):
-    """Map y [slots, heads, dim] → [T, heads, dim]. Padding, and all but one slot of a shared token, are dropped."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, slots: Slots) -> Tensor:
-        ctx.slots, ctx.num_slots = slots, len(y)
-        return y.index_select(0, slots.first)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        rows = grads[0].new_zeros((ctx.num_slots, *grads[0].shape[1:]))
-        return rows.index_copy_(0, ctx.slots.first, grads[0]), None
-
-
-def _window_mask(row_tokens: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """Return bool[row_tokens, row_tokens], True = attend; None if plain causal attention gives the same result."""
-    if sliding_window is None or sliding_window >= row_tokens:
-        return None
-    distance = torch.arange(row_tokens, device=device)[:, None] - torch.arange(row_tokens, device=device)[None, :]
-    return (distance >= 0) & (distance < sliding_window)
 
 
 def _attend_rows(
@@ -239,12 +207,16 @@ def _attend_rows(
     split = [_ToSlots.apply(x, layout.padded).split(sizes) for x in (query, key, value)]
     outputs = []
     for *of_block, block in zip(*split, layout.blocks, strict=True):
-        mask = _window_mask(block[1], sliding_window, query.device)
+        mask = None
+        if sliding_window is not None and sliding_window < block[1]:
+            positions = torch.arange(block[1], device=query.device)
+            distance = positions[:, None] - positions
+            mask = (distance >= 0) & (distance < sliding_window)
         q, k, v = (x.unflatten(0, block).transpose(1, 2) for x in of_block)
         gqa = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return _FromSlots.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], layout.padded)
+    return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).index_select(0, layout.padded.first)
 
 
 def _attend_flash(
@@ -259,7 +231,7 @@ def _attend_flash(
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=window, enable_gqa=gqa)
     assert isinstance(out, Tensor)
-    return out if layout.places is None else _FromSlots.apply(out, layout.unpadded)
+    return out if layout.places is None else out.index_select(0, layout.unpadded.first)
 
 
 def varlen_attention(
@@ -268,7 +240,6 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     packed: PackedLayout | None = None,

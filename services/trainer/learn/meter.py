@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +167,6 @@ def sampled_branches(groups: list[TrainingGroup]) -> dict[str, list[int]]:
     return {name: [branch for branch, owner in enumerate(owners) if owner == name] for name in names}
 
 
-def importance_weights(log_weights: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return unclamped importance weights. Those that overflow are infinite."""
-    with np.errstate(over="ignore"):
-        return np.exp(log_weights.astype(np.float64))
-
-
 LARGEST_LOG_WEIGHT = 80.0
 """Bound on log w in means of w, which could otherwise overflow (e^80 is 5e34). The ESS does not need it."""
 
@@ -262,10 +257,7 @@ def token_figures(
 
 def summed(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     """Return the sum of arrays whose first dimensions may differ. Missing rows count as 0."""
-    total = np.zeros((max(map(len, arrays)), *arrays[0].shape[1:]), dtype=np.int64)
-    for array in arrays:
-        total[: len(array)] += array
-    return total
+    return np.array([sum(rows) for rows in zip_longest(*arrays, fillvalue=0)])
 
 
 def explained_variance(moments: NDArray[np.float64]) -> float | None:

@@ -184,14 +184,14 @@ class Learner:
 
     def order(self, kind: str, *, dtype: str = "", **arrays: Any) -> None:
         if self.world.is_first and self.world.links is not None:
-            self.world.links.tell_all(Message(kind, {"dtype": dtype}, arrays))
+            self.world.links.broadcast(Message(kind, {"dtype": dtype}, arrays))
             if kind == END and self.world.batches is not None:
-                self.world.batches.tell_all(Message(END))
+                self.world.batches.broadcast(Message(END))
 
     def use(self, trainer: TrainerConfig) -> None:
         """Take further steps, on all ranks, with the learning rates, schedule, gradient bound and packing of `trainer`."""
         if trainer != self.trainer and self.world.is_first and self.world.links is not None:
-            self.world.links.tell_all(Message(USE, {"trainer": trainer.model_dump(mode="json")}))
+            self.world.links.broadcast(Message(USE, {"trainer": trainer.model_dump(mode="json")}))
         self.trainer = trainer
         self.optimizer.use(trainer)
 
@@ -211,7 +211,7 @@ class Learner:
         if links is not None:
             if prepared not in self._batches_sent:
                 self.send_batches(prepared)
-            links.tell_all(Message(TRAIN, {"version": prepared.version}))
+            links.broadcast(Message(TRAIN, {"version": prepared.version}))
             for work in self._batches_sent.pop(prepared):
                 work.wait()
         first, totals, figures = self.compute(prepared.shares[0])
@@ -231,9 +231,10 @@ class Learner:
         figures["tokens_per_s"] = {kind: figures[f"tokens_{kind}"] / seconds for kind in ("trained", "computed")}
         figures["mfu"] = meter.mfu(prepared.flops, seconds, layout.size, self.peak_flops)
         branches, log_weights = np.concatenate([part.reported for part in parts]).T
+        with np.errstate(over="ignore"):  # weights that overflow are infinite
+            weights = np.exp(log_weights)
         figures[meter.SAMPLED_WEIGHTS] = {
-            name: meter.importance_weights(np.concatenate([log_weights[branches == branch] for branch in own]))
-            for name, own in prepared.sampled.items()
+            name: np.concatenate([weights[branches == branch] for branch in own]) for name, own in prepared.sampled.items()
         }
         of_actors = meter.summed([part.actors for part in parts]).tolist()  # ends with the last actor that has a token of lag 0
         figures[meter.LAG_0_TOKENS] = dict(zip(prepared.actors, of_actors, strict=False))

@@ -215,12 +215,8 @@ class CollectiveGroup:
     async def abandon(self) -> None:
         """Give up the running operation and return at once. A stuck operation ends by its own timeouts and closes its group."""
         self._given_up.set()  # this also ends a wait for ranks, and a broadcast between two chunks
-        if self._broadcast is not None and not self._broadcast.done():
-            return  # its thread closes the group
-        if self._meeting.done():
-            await asyncio.to_thread(close_when_met, self._meeting)
-        else:
-            self._meeting.add_done_callback(close_when_met)
+        if self._broadcast is None or self._broadcast.done():  # otherwise, its thread closes the group
+            await asyncio.to_thread(self._meeting.add_done_callback, close_when_met)
 
 
 class LogWriter:
