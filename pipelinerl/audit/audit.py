@@ -112,7 +112,7 @@ class StreamLook:
     repeated: int = 0
     """Number of messages that repeat an earlier sequence. The trainer ignores such messages."""
     unreadable: dict[int, str] = field(default_factory=dict)
-    """Message ids of unreadable messages, by position. A message has the id of its sequence."""
+    """Message ids of unreadable messages, by position. A message's id is its sequence's id."""
     prompts: frozenset[str] = frozenset()
     dead_letters: int = 0
 
@@ -121,7 +121,7 @@ class StreamLook:
         self.positions.setdefault(sequence_id, position)
 
     def trained_below(self, replay: Replay) -> int:
-        """Return how many messages are of trained sequences that the newest checkpoint covers. A restart needs none of them."""
+        """Return how many messages of trained sequences the newest checkpoint covers. A restart needs none of them."""
         below = (name for name, position in self.positions.items() if position <= self.durable)
         return sum(replay.was_trained(*split_id(sequence_id)) for sequence_id in below)
 
@@ -147,7 +147,7 @@ class Audit:
 
     @property
     def ended(self) -> bool:
-        """True if the run came to its own end."""
+        """True if the run finished, instead of being stopped."""
         return self.history.end is not None and self.history.end.get("finished") is True
 
     @property
@@ -476,7 +476,7 @@ def _streams(audit: Audit) -> Iterator[str]:
     for count, what in [
         (seen.repeated, "of them repeat a sequence, which is trained only once"),
         (len(seen.unreadable), f"of them cannot be read: positions {unreadable}"),
-        (seen.trained_below(audit.replay), "of them are of trained sequences, and the newest checkpoint covers them"),
+        (seen.trained_below(audit.replay), "of them belong to trained sequences, and the newest checkpoint covers them"),
         (seen.dead_letters, "prompt groups are in the dead-letter stream"),
         (len(audit.waiting), "sequences in flight will be published by the trainer, now or at its next start"),
     ]:

@@ -11,9 +11,9 @@ The field `event` names the kind of event:
     weights     version, sha256               with `record: true`, the digest of this version's weights as actors get them
     step        version, counts               the ledger's own counts after that step
     checkpoint  version, position             the checkpoint is on disk, and covers SEQUENCES up to `position`
-    position    position                      the streams were created again, and SEQUENCES is read from there
+    position    position                      the streams are new or were emptied; SEQUENCES is read after `position`
     end         version, finished
-    rollback    version                       unless this command was killed, the next trainer starts from `version`
+    rollback    version                       unless `pipelinerl rollback` was killed, the next trainer starts there
 
 A last line without a line end does not count.
 """
@@ -36,7 +36,7 @@ Event = dict[str, Any]
 
 class Journal:
     """Append events. After `flush`, they survive the death of this process; after `sync`, that of the machine. Raises
-    `FieldError` if another process has opened the journal and either has done so `alone`."""
+    `FieldError` if another process has opened the journal, and one of the two has done so `alone`."""
 
     def __init__(self, path: Path, *, alone: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -178,7 +178,7 @@ class Replay:
             elif outcome is Outcome.TRAINED and self.was_trained(group, sample):
                 self._findings.add(Check.TRAINED_ONCE, f"{sequence_id} into version {self.version + 1}")
             else:
-                self._findings.add(Check.ENDED_ONCE, f"{sequence_id} ends as {outcome} too")
+                self._findings.add(Check.ENDED_ONCE, f"{sequence_id} ends again, as {outcome}")
             return 0
         if outcome is Outcome.TRAINED:
             self._trained[group] = self._trained.get(group, 0) | bit
@@ -258,14 +258,14 @@ class History:
 def read_history(path: Path, findings: Findings) -> History:
     """Read the starts from the whole lines that the file has now. If there is no file, the history is empty."""
     history = History()
-    floor, positions = 0, dict[int, int]()  # positions in SEQUENCES: of the last checkpoint, and by version
+    floor, positions = 0, dict[int, int]()  # positions in SEQUENCES: the last checkpoint's, and each version's
     for offset, line in read_lines(path):
         match = _KIND.match(line)
         event = parse_event(line) if match is not None and match[1] in _OF_INTEREST else None
         history.end = None
         try:
             if event is None:
-                pass  # the replay reports lines without an event
+                pass  # `events` reports lines without an event
             elif event["event"] == "end":
                 history.end = event
             elif event["event"] == "checkpoint":

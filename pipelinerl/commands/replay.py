@@ -45,8 +45,8 @@ def replay(args: argparse.Namespace) -> int:
 
 def rollback(args: argparse.Namespace) -> int:
     """Let a stopped run continue from version `args.to`. Return the exit code: 1, with nothing changed, if the version cannot
-    be computed again. The last change is the one that makes this version's checkpoint the newest: if this command is killed
-    before, the run continues as if there had been no rollback."""
+    be computed again. The last change makes this version's checkpoint the newest. If this command is killed before
+    that, the run continues as if there had been no rollback."""
     run, recipe = _recorded(args.run)
     if not (run.path / JOURNAL).is_file():
         raise FieldError("RUN", str(args.run), f"has no {JOURNAL}: no trainer of this run has started")
@@ -83,7 +83,7 @@ def _forget_streams(state: Path) -> None:
 
 def _set_aside(run: RunDir, version: int) -> Path | None:
     """Move the results of the run's end, and then the checkpoints of later versions, the newest last, to a new folder. Return
-    it, if any is there."""
+    the folder, or None if nothing was moved."""
     newer = [path.parents[1] for number, path in resumable(run.path).items() if number > version]
     found = [path for path in (run.summary, run.checkpoint, *newer) if path.exists()]
     if not found:

@@ -375,8 +375,8 @@ class RewardConfig(Section):
     for PipelineRL, verl or TRL. `binary` does not apply to `judge` and your function."""
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: Annotated[str, regex("answer")] = ""
-    """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. The text after the last match
-    is searched once more; `.` then also matches line ends."""
+    """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. A second search starts
+    after the last match of the first. Only in the second does `.` match line ends."""
     json_schema: dict[str, Any] = {}
     """Schema of the answer, for `json_schema`. Empty = the reference answer is the schema."""
     tests_field: str = Field("tests", description="Field of the row that holds the problem's tests, for `code`.")
@@ -386,7 +386,7 @@ class RewardConfig(Section):
     sandbox if the machine has one. true: programs, environments, tools, agents and your own function need a sandbox. false:
     nothing runs in a sandbox, not even the model's programs."""
     correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; a score of 0.5 earns half of it.")
-    binary: bool = Field(True, description="Count scores below 1 as 0, such as reasoning-gym's credit for mere format.")
+    binary: bool = Field(True, description="Count scores below 1 as 0, such as reasoning-gym's credit for format alone.")
     format_pattern: Annotated[str, regex()] = ""
     """Regular expression for the whole completion; `.` also matches line ends. Empty = no format term."""
     format_weight: float = Field(0.0, description="Reward added if `format_pattern` matches.")
@@ -624,9 +624,9 @@ class WeightUpdateConfig(Section):
     """Store in which the trainer keeps versions, whole and as differences (docs/weight-log.md): `nats`, or the URL of a folder,
     such as s3://bucket/weights. Empty = none; with `backend: log`, empty means `nats`."""
     anchor_every: Changeable[int] = Field(20, ge=1, le=4096)
-    """Versions from one that `weights.log` keeps whole to the next; fewer if the differences grow larger than that one."""
+    """Versions from one whole version in `weights.log` to the next; fewer if the differences together exceed its size."""
     keep_versions: Changeable[bool] = False
-    """Keep every version in `weights.log`. false = delete all versions before the second newest whole one."""
+    """Keep every version in `weights.log`. false = delete versions older than the second newest whole one."""
     chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast; null: gloo 16, nccl 128.")
     staging_buffers: Changeable[int] = Field(2, ge=1, le=64)
     """Chunks that an actor buffers while it receives; with 1, it receives and loads in turn."""

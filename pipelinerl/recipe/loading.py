@@ -210,7 +210,7 @@ def modules_beside(recipe: Recipe, file: Path) -> Path | None:
 
 
 def recipe_of_run(path: Path, option: str = "RUN") -> Recipe:
-    """Return the recipe that a run has written to recipe.yaml in its folder. Raises `FieldError` on `option` if that file is
+    """Return the recipe that a run has written to recipe.yaml in its folder. Raises `FieldError` for `option` if that file is
     missing. If the file is invalid, `UserError` suggests the version that wrote it."""
     check_folder(path.parent, option)
     if not path.is_file():

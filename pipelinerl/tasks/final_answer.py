@@ -73,14 +73,14 @@ def final_answer(reference: str) -> str:
 
 
 def bare_answer(reference: str) -> str:
-    """Return the final answer in lower case, without currency, separators of thousands, a unit after a number, and `.0`."""
+    """Return the final answer in lower case, without currency, thousands separators, units and trailing decimal zeros."""
     bare = re.sub(r"\\[!,;: $()]|[$~£€]|(?<=\d),(?=\d{3}(?!\d))", "", final_answer(reference)).lower().strip(" .")
     number = re.fullmatch(r"(-?\d+)(\.\d+)?\s*[a-z%]{0,12}", bare)
     return number[1] + (number[2] or "").rstrip("0").rstrip(".") if number else bare
 
 
 def near_misses(answer: str) -> list[str]:
-    """Return wrong answers that resemble `answer`: its first number, its negation, or the swapped parts of a pair."""
+    """Return wrong answers that resemble `answer`: its first number alone, its negation, or a pair with swapped parts."""
     bare, misses = re.sub(r"\\[!,;: $()]|[$~£€]", "", answer).strip(" ."), list[str]()
     bare = bare if bare[:1] in ("(", "[") else re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", bare)
     number = re.search(r"\d+(?:\.\d+)?", bare)

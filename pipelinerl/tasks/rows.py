@@ -289,7 +289,7 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
     is_folder = Path(config.path).is_dir()
     commit = None if is_folder else _commit(config)
     was_offline = datasets.config.HF_HUB_OFFLINE
-    # Offline mode avoids half a minute of retries. `load_dataset` has no argument for it; the variable is read at import.
+    # Offline mode avoids half a minute of retries. `load_dataset` has no argument for it, and reads the variable at import.
     datasets.config.HF_HUB_OFFLINE = was_offline or not (is_folder or commit)
     try:
         found = datasets.load_dataset(

@@ -156,7 +156,7 @@ class FileSource:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Number of problems that repeat a question, place and text of the first, and number of those with another answer."""
+        """Number of problems with a repeated question; place and text of the first; number of those with another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
@@ -420,7 +420,7 @@ def _global_random(seed: int) -> Iterator[None]:
 
 
 def _families() -> Mapping[str, tuple[Any, Any]]:
-    """Return the classes of data set and configuration of all families. Raises `FieldError` without reasoning-gym."""
+    """Return the data set class and the configuration class of every family. Raises `FieldError` without reasoning-gym."""
     # reasoning-gym imports matplotlib, which warns about a home that is read-only.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""Convert tensors to chunks of bytes and back, by a manifest's layout, with headers, checksums and reusable memory."""
+"""Convert tensors to and from chunks in a manifest's layout, and provide chunk headers, checksums and reusable memory."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _DIGEST_BYTES = 7
 
 
 def checksum(chunk: Tensor) -> int:
-    """Return 56 bits over a contiguous uint8 tensor: XXH3 in host memory, `device_checksum` elsewhere. Releases the GIL.
+    """Return a 56-bit checksum of a contiguous uint8 tensor: XXH3 in host memory, else `device_checksum`. Releases the GIL.
 
     The two give different numbers, so both ends of a group must hold its chunks on the same kind of device. XXH3 is much faster
-    on a host, but a device would have to copy every byte there first.
+    in host memory, but every byte on a device would first have to be copied to the host.
     """
     if chunk.device.type != "cpu":
         return device_checksum(chunk)
@@ -44,11 +44,11 @@ def checksum(chunk: Tensor) -> int:
 
 
 def device_checksum(chunk: Tensor) -> int:
-    """Return a checksum of sums that torch computes on the device. Copies 8 KiB, and 8 bytes per row, to the host.
+    """Return a hash of sums that torch computes on the device. Only the sums, 8 KiB and 8 bytes per row, reach the host.
 
     The bytes are laid out as rows of 1024 words of 64 bits, and the last row is filled with zeros. All row sums and all column
-    sums, modulo 2^64, are hashed with the number of bytes. A change is missed only if it preserves all these sums, as no change
-    of up to three words does. The checksum guards against corruption and mix-ups, not against an attacker.
+    sums, modulo 2^64, are hashed with the number of bytes. A change is missed only if it preserves all these sums, for which
+    at least four words must change. The checksum guards against corruption and mix-ups, not against an attacker.
     """
     sums = tensor_sums(chunk).cpu().numpy().astype("<i8", copy=False)
     num_bytes = chunk.numel().to_bytes(8, "little")
@@ -57,7 +57,7 @@ def device_checksum(chunk: Tensor) -> int:
 
 
 def tensor_sums(chunk: Tensor) -> Tensor:
-    """Return the sums along rows, then along columns, int64[rows + COLUMNS]."""
+    """Return the sum of each row of 64-bit words, then of each column: int64[rows + COLUMNS]."""
     whole = chunk.numel() // ROW_BYTES * ROW_BYTES
     last = chunk.new_zeros(ROW_BYTES)
     last[: chunk.numel() - whole] = chunk[whole:]
@@ -70,7 +70,7 @@ HEADER_SIZE = 6
 
 
 def chunk_header(version: PolicyVersion, chunk: Chunk, checksum: int) -> Tensor:
-    """Return the header that precedes a chunk on the wire, int64[6]. It reveals a mix-up before the bytes arrive."""
+    """Return the header that precedes a chunk on the wire, int64[6]. It reveals a wrong chunk before the bytes arrive."""
     values = [MAGIC, version.incarnation, version.number, chunk.index, checksum, chunk.num_bytes]
     return torch.tensor(values, dtype=torch.int64)
 
@@ -118,11 +118,11 @@ def describe(
 def pack(
     manifest: Manifest, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], into: Tensor | None = None
 ) -> Tensor:
-    """Copy the parameters into one stream: uint8[total_bytes], converted to the wire dtypes, padding zeroed.
+    """Copy the parameters, converted to the wire dtypes, into one stream, uint8[total_bytes], whose padding is zero.
 
-    Pairs are consumed one by one, so only one parameter needs to exist at a time. Names that the manifest lacks are ignored. A
-    parameter may already have its wire dtype. `into`: a stream to overwrite; None = new host memory. Raises ManifestDiffers if
-    a parameter is missing, or has another shape or dtype.
+    (name, tensor) pairs are consumed one by one, so only one parameter needs to exist at a time. Names not in the manifest are
+    ignored. A parameter may already have its wire dtype. `into`: a stream to overwrite; None = new host memory. Raises
+    ManifestDiffers if a parameter is missing, or has another shape or dtype.
     """
     stream = torch.empty(manifest.total_bytes, dtype=torch.uint8) if into is None else into
     places = {spec.name: index for index, spec in enumerate(manifest.parameters)}
@@ -154,7 +154,7 @@ def version_checksum(manifest_id: str, chunk_checksums: Sequence[int]) -> int:
 
 
 class Unpacker:
-    """Allocates memory for chunks, by `take(n)` → uint8[n], and turns arrived chunks into tensors, which are views of it.
+    """Allocates memory for chunks with `take(n)` → uint8[n], and turns arrived chunks into tensors, views of that memory.
 
     Call `room` for each chunk in order, and `add` in the same order for each chunk that has arrived. One thread may call `room`
     and another `add`. The chunks of a large tensor share one piece of memory.
@@ -174,7 +174,7 @@ class Unpacker:
         return self._incomplete[-1][begin : begin + chunk.num_bytes]
 
     def rewind(self, chunk: Chunk) -> None:
-        """Forget the memory of `chunk`, the next one to add, and of later chunks. `room` then starts over with it."""
+        """Forget the memory of `chunk`, which is the next to add, and of later chunks. Then call `room` for them again."""
         while len(self._incomplete) > (chunk.offset > self._manifest.offsets[chunk.parameters[0]]):
             self._incomplete.pop()
 
@@ -202,8 +202,8 @@ class ReusedMemory:
     """Host memory that is reused once no tensor refers to it, because allocating new pages takes longer than filling them.
 
     Each buffer is a NumPy array. A tensor over it and all views of the tensor share one storage, which holds one reference to
-    the array. The array's reference count therefore says whether any view still exists. `most`: number of buffers to keep, the
-    largest ones. Not thread-safe.
+    the array. The array's reference count therefore says whether any view still exists. Only the `most` largest buffers are
+    kept. Not thread-safe.
     """
 
     def __init__(self, most: int) -> None:
@@ -213,13 +213,13 @@ class ReusedMemory:
     def take(self, num_bytes: int) -> Tensor:
         """Return uint8[num_bytes], contents undefined."""
         for index in range(len(self._buffers)):
-            # An unused array has 2 references: from the list, and from the function's own argument.
+            # An unused array has 2 references: from the list, and from getrefcount's argument.
             if sys.getrefcount(self._buffers[index]) == 2 and self._buffers[index].nbytes >= num_bytes:
                 return torch.from_numpy(self._buffers[index])[:num_bytes]
         buffer = np.empty(num_bytes, np.uint8)
         self._buffers.append(buffer)
         self._buffers.sort(key=lambda kept: kept.nbytes)
-        del self._buffers[: -self._most]  # a holder of one of these keeps it alive
+        del self._buffers[: -self._most]  # a tensor that uses one of these keeps it alive
         return torch.from_numpy(buffer)
 
 
@@ -237,7 +237,7 @@ def prefetch(items: Iterable[_Item], buffers: int, name: str) -> Generator[_Item
     try:
         made: deque[Future[Any]] = deque(thread.submit(next, iterator, end) for _ in range(buffers))
         while (item := made.popleft().result()) is not end:
-            if len(made) < buffers - 1:  # only now, since the caller may keep an item until it gets the next
+            if len(made) < buffers - 1:  # only now, since the caller may have kept the last item
                 made.append(thread.submit(next, iterator, end))
             yield item
             del item

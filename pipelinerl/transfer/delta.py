@@ -1,12 +1,12 @@
 """Objects of the weight log as bytes: anchors, which are safetensors files, and lossless deltas from one version to another.
 
-An anchor's header follows from the manifest and the version, so a reader compares it and parses nothing. A delta has one record
-per chunk of the manifest: a length and that many bytes, none if the chunk is unchanged. They hold the XOR of both versions'
-words, which have 2 bytes in chunks with 16-bit tensors and 4 in others: the number of words and of bytes of gaps, and,
-compressed together by zstd, the gaps before the changed words and the words' XORs by byte planes. A gap is one byte below 255,
-after one byte of 255 for each 255 words to skip. Without gaps, all words of the chunk follow.
+An anchor's header follows from manifest and version, so a reader only compares it. A delta has one record per chunk of the
+manifest: the number of bytes that follow (0 if the chunk is unchanged), two counts, and a block compressed by zstd. The counts
+are those of the block's words and bytes of gaps. A word has 2 bytes in a chunk with a 16-bit tensor, else 4. The block holds
+the gaps before the changed words, then each word's old XOR new value, all lowest bytes first. A gap of n words has n // 255
+bytes of 255, then one byte n % 255. If over a quarter of the words changed, the block has no gaps, but the XORs of all words.
 
-Changed words are found on the device that holds the versions, and only these are copied to the host. There, encoding and
+The device that holds the versions finds the changed words, and only the block's words are copied to the host. Compressing and
 decoding take one core, in calls that release the GIL. Decoding checks sizes before it allocates memory.
 """
 
@@ -49,12 +49,12 @@ class LogDamaged(TransferError):
 
 
 def largest_object(manifest: Manifest) -> int:
-    """Return an upper bound of the bytes of anchors and deltas."""
+    """Return an upper bound for the size of an anchor or a delta, in bytes."""
     return 2 * manifest.total_bytes + len(anchor_header(manifest, PolicyVersion(2**32, 2**64)))
 
 
 def anchor_header(manifest: Manifest, version: PolicyVersion) -> bytes:
-    """Return the bytes of an anchor in front of its tensors, which follow in the manifest's order without gaps."""
+    """Return the bytes that precede an anchor's tensors. The tensors follow in the manifest's order without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "manifest_id": manifest.manifest_id, "version": str(version)}}
     start = 0
     for spec, size in zip(manifest.parameters, manifest.sizes, strict=True):
@@ -93,8 +93,8 @@ def decode_anchor(manifest: Manifest, version: PolicyVersion, data: Bytes, into:
 def encode_delta(
     manifest: Manifest, before: PolicyVersion, after: PolicyVersion, old: Tensor, new: Tensor, placement: Placement = HOST
 ) -> Iterator[bytes | memoryview]:
-    """Yield the parts of the delta from stream `old` to stream `new`, uint8[total_bytes] each in the memory of `placement`, of
-    the same incarnation."""
+    """Yield the parts of the delta from stream `old` to stream `new`, each uint8[total_bytes] in the memory of `placement`. The
+    versions must have the same incarnation."""
     yield _HEADER.pack(_MAGIC, manifest.manifest_id.encode(), after.incarnation, before.number, after.number)
     for chunk in manifest.chunks:
         bits = 8 * _word_bytes(manifest, chunk)
@@ -107,8 +107,8 @@ def encode_delta(
 def decode_delta(
     manifest: Manifest, before: PolicyVersion, after: PolicyVersion, data: Bytes, into: Bytes, name: str
 ) -> Iterator[None]:
-    """Turn the stream `into` from version `before` into `after`, one chunk per step. Raises `LogDamaged`, and then leaves a
-    mixture of both."""
+    """Change the stream `into` from version `before` to `after`, one chunk per step. Raises `LogDamaged`; the stream then mixes
+    both versions."""
     expected = (_MAGIC, manifest.manifest_id.encode(), after.incarnation, before.number, after.number)
     if len(data) < _HEADER.size:
         raise LogDamaged(name, "header", f"is cut off after {len(data)} bytes")
@@ -121,7 +121,7 @@ def decode_delta(
         try:
             (length,) = _LENGTH.unpack(data[start:body].data)
             if length > len(data) - body:
-                raise ValueError(f"has a length of {length} with {len(data) - body} bytes left")
+                raise ValueError(f"has a length of {length}, but only {len(data) - body} bytes are left")
             words = into[chunk.offset : chunk.offset + chunk.num_bytes].view(f"u{_word_bytes(manifest, chunk)}")
             _decode(data[body : body + length], words)
         except (ValueError, OSError, struct.error) as error:  # OSError is zstd's
@@ -138,7 +138,7 @@ def _word_bytes(manifest: Manifest, chunk: Chunk) -> int:
 
 def _encode(old: Tensor, new: Tensor) -> bytes:
     difference, gaps = old ^ new, np.empty(0, np.uint8)
-    num_changed = int(difference.count_nonzero())  # asked first, because the positions take 8 bytes each on the device
+    num_changed = int(difference.count_nonzero())  # counted first: positions take 8 bytes each on the device
     if not num_changed:
         return b""
     if num_changed <= new.numel() // 4:
@@ -156,7 +156,7 @@ def _decode(body: Bytes, into: _Words) -> None:
     num_words, num_gaps = _SIZES.unpack(body[: _SIZES.size].data)
     least = num_words if num_gaps else 0
     if not 0 < num_words <= into.size or not least <= num_gaps <= num_words + into.size // _SKIP:
-        raise ValueError(f"claims {num_words} words in {num_gaps} bytes of gaps, which {into.size} words cannot have")
+        raise ValueError(f"claims {num_words} words and {num_gaps} bytes of gaps, too few or too many for {into.size} words")
     packed, num_bytes = pyarrow.py_buffer(body[_SIZES.size :]), num_gaps + num_words * into.itemsize
     raw = np.frombuffer(_ZSTD.decompress(packed, num_bytes), np.uint8)
     words, positions = raw[num_gaps:].reshape(into.itemsize, -1).T.ravel().view(into.dtype), _positions(raw[:num_gaps])
@@ -179,6 +179,6 @@ def _gaps(positions: _Words) -> Bytes:
 
 
 def _positions(gaps: Bytes) -> _Words:
-    """Return the ascending positions, int64[n], of which `gaps` is the code."""
+    """Return the ascending positions of the changed words, int64[n], from their coded gaps."""
     ends = np.flatnonzero(gaps != _SKIP)
     return np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))

@@ -54,12 +54,12 @@ class Placement:
     stream: Any = None
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Queue this thread's work on the stream inside the block."""
+        """Inside the block, queue this thread's device work on the stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Like `scope`, but after the work queued on the caller's stream, and before its later work. The host does not wait."""
+        """Like `scope`, but the block's work runs between the caller's earlier and later device work. The host never waits."""
         if self.stream is None:
             yield
             return
@@ -159,10 +159,10 @@ class NcclTransport:
             raise
 
     def close(self) -> None:
-        """Abort, also an operation that is running on another thread, and wait at most `ABORT_WITHIN_S` for its end."""
+        """Abort the communicator, even during a broadcast on another thread, and wait for its end, at most `ABORT_WITHIN_S`."""
         with self._closing:
             if self._aborting is None:
-                self._closed.set()  # before a broadcast can look complete
+                self._closed.set()  # first, because an aborted broadcast looks complete
                 # On a thread, since torch waits for NCCL without a time limit.
                 self._aborting = on_thread("nccl-abort", partial(_abort, self._group))
         if wait([self._aborting], ABORT_WITHIN_S).not_done:
@@ -200,9 +200,9 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
 PIECE_BYTES = 2**19
 """Bytes that a rank of a Gloo group receives before it passes them on. Smaller pieces take more CPU time."""
 _OUTCOME, _VOID = "outcome", "void"
-"""Key of a meeting's outcome, and its value if rank 0 gave up. Otherwise the value is the `Kept` of all receivers, as JSON."""
+"""Key of a meeting's outcome, and its value if rank 0 gave up. Otherwise the value is the receivers' common `Kept`, as JSON."""
 _MEETING_LOOK_S = 0.1
-"""Seconds between two checks of a waiting rank whether the meeting is given up."""
+"""Interval at which a waiting rank checks whether the meeting was given up."""
 _LET_GO_S = 0.5
 """Seconds that `connect` waits for the meeting's end after the deadline or after giving up."""
 
@@ -264,7 +264,7 @@ class WeightGroup:
                 else:
                     transport = GlooTransport(spec, meeting, left)
                 return cls(replace(spec, kept=kept), transport, placement)
-            # torch's DistError family and Gloo's own are RuntimeErrors
+            # torch's DistError and its subclasses, and Gloo's errors, are RuntimeErrors
             except (RuntimeError, ValueError, TypeError, OSError) as error:
                 if isinstance(error, TimeoutError) or time.monotonic() >= deadline - 0.05 * timeout_s:
                     raise DeadlineExceeded(spec.name, f"connecting {spec.world} ranks", timeout_s) from error
@@ -281,7 +281,7 @@ class WeightGroup:
         return meeting.result()
 
     def first_chunk(self, content: str) -> int:
-        """Return the index of the first chunk of this content that some receiver lacks."""
+        """Return the index of the first chunk of this content that at least one receiver lacks."""
         return self.spec.kept.num_chunks if self.spec.kept.content == content else 0
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
@@ -334,7 +334,7 @@ class GlooTransport:
                     works.append(group.send([piece], self._rank + 1, 0))
             while works:
                 works.popleft().wait(_time_until(deadline))
-        finally:  # an error's frame would keep the connections open; Gloo touches no memory of operations that are dropped
+        finally:  # or an error's traceback would keep the connections open. Gloo uses no memory of dropped operations
             group = None
             works.clear()
 
@@ -376,7 +376,7 @@ def _wait_for_all(
             if len(still) < len(missing):
                 missing, last_came = still, now
             elif impatient or now - started >= timeout_s:
-                connecting = f"connecting {spec.world} ranks, of which {missing} are missing,"
+                connecting = f"connecting {spec.world} ranks ({missing} are missing)"
                 raise DeadlineExceeded(spec.name, connecting, now - started, tuple(missing))
     except (TransferAborted, DeadlineExceeded):
         meeting.set(_OUTCOME, _VOID)
@@ -412,9 +412,9 @@ def _are_set(spec: GroupSpec, meeting: PrefixStore, keys: list[str], given_up: t
 
 
 class StreamFile:
-    """A file in the place of a group. Gives the chunks of `version` in order, each after its header, as `broadcast` of a group
-    does. The file at `path` has been checked against the trainer's digest and must not change. Raises TransferError if it lacks
-    the manifest's size."""
+    """Reads a version from a file instead of a group: `broadcast` fills tensors with each chunk's header and then the chunk, in
+    order. The file at `path` has been checked against the trainer's digest and must not change. Raises TransferError if it is
+    smaller than the manifest's stream."""
 
     placement = HOST
 
@@ -427,7 +427,7 @@ class StreamFile:
         self._chunk: Tensor | None = None
 
     def first_chunk(self, content: str) -> int:
-        """Return 0, because every chunk is given."""
+        """Return 0, because the file holds every chunk."""
         return 0
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The manifest, on which both ends of a weight transfer agree, and the errors of a transfer. Without torch: dtypes are names.
+"""The manifest, on which both ends of a weight transfer agree, and a transfer's errors. Dtypes are names; torch is not needed.
 
 The manifest says which tensors are sent, in which form, and how they are cut into chunks. It is fixed for a run, so an update
 carries only its id. The tensors are laid out one after another in a stream of bytes, each at a multiple of `ALIGNMENT`. A chunk
@@ -22,7 +22,7 @@ from pipelinerl.v1.control_pb2 import LowRank, ParameterSpec, WeightManifest
 
 
 class ManifestDiffers(ManifestMismatch):
-    """A parameter's presence, shape, dtype or number of elements differs from this side's."""
+    """A parameter is missing on one side, or its shape, dtype or number of elements differs."""
 
     def __init__(self, parameter: str, field: str, ours: object, theirs: object) -> None:
         super().__init__(f"{parameter}: {field} is {theirs!r} in the manifest, {ours!r} here")
@@ -78,7 +78,7 @@ NCCL_CHUNK_BYTES = 128 * 2**20
 """Default size of a chunk with nccl. It is larger because the fixed cost of a chunk weighs more."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FORMAT = b"5"
-"""Version of layout and transfer. It enters the manifest's id, so that trainer and actor of different formats do not match."""
+"""Version of layout and transfer. It is part of the manifest's id, so sides of different formats refuse each other."""
 KIND = "WeightManifest"
 
 
@@ -94,7 +94,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TransferResult:
-    """Result of sending a version. `checksum`: its `version_checksum`. `num_bytes`: bytes sent, without chunks kept before."""
+    """Result of sending a version. `checksum`: its `version_checksum`. `num_bytes`: bytes sent, without kept chunks."""
 
     checksum: int
     num_bytes: int
@@ -104,7 +104,7 @@ class TransferResult:
 class Manifest:
     """A `WeightManifest` message without its id (control.proto explains its fields), and the layout that follows from it.
 
-    If `low_rank` is not empty, the parameters are its factors, and all other weights stay as in the checkpoint. Raises
+    If `low_rank` is not empty, the parameters are its factors, and all other weights stay as in the initial model. Raises
     FieldError for values that cannot be laid out.
     """
 
@@ -133,12 +133,12 @@ class Manifest:
 
     @cached_property
     def manifest_id(self) -> str:
-        """16 hex digits over everything that both sides must agree on."""
+        """Hash of everything on which both sides must agree, as 16 hex digits."""
         content = self._content.SerializeToString(deterministic=True)
         return hashlib.blake2b(content, digest_size=8, key=FORMAT).hexdigest()
 
     def content(self, version: PolicyVersion) -> str:
-        """Return a name for the bytes of `version`, by which ranks compare the chunks that they kept."""
+        """Return a name for the bytes of `version`. Ranks compare it to learn whether their kept chunks belong together."""
         return f"{version}/{self.manifest_id}"
 
     def sent_dtype(self, spec: ParameterSpec) -> str:

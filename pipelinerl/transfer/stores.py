@@ -1,7 +1,7 @@
 """Stores of the weight log: JetStream's object store ("nats"), or any store that pyarrow opens by a URL.
 
-An object appears under its key, such as `weights/1/20-delta`, when all its bytes are stored. Remains of a killed writer are
-removed by the run's next writer, except for parts in S3, which need a lifecycle rule of the bucket. No call blocks for ever:
+An object appears under its key, such as `weights/1/20-delta`, when all its bytes are stored. A run's next writer removes a
+killed writer's remains, except unfinished S3 uploads, which need a lifecycle rule of the bucket. No call blocks for ever:
 `StoreError` is raised after `STALL_S` without progress, or if NATS does not answer within its request timeout.
 """
 
@@ -64,8 +64,8 @@ class LogStore(Protocol):
     place: str
 
     async def put(self, key: str, parts: _Parts) -> tuple[int, bytes]:
-        """Store an object durably, replacing one of this key. Return its bytes and SHA-256. A thread takes the parts one by
-        one, and may finish the object after a cancellation."""
+        """Store an object durably, replacing any under this key. Return its size in bytes and its SHA-256. A thread consumes
+        the parts one by one. After a cancellation, it may still finish the object."""
         ...
 
     def get(self, key: str) -> AsyncGenerator[bytes, None]:
@@ -83,7 +83,7 @@ class LogStore(Protocol):
 
 @asynccontextmanager
 async def open_store(url: str, bus: Bus) -> AsyncIterator[LogStore]:
-    """Open the store at `url`: "nats" or a file://, s3:// or gs:// URL. Wait until it answers: S3 is asked for the bucket's
+    """Open the store at `url`: "nats" or a file://, s3:// or gs:// URL. Wait until it answers, as S3 is asked for the bucket's
     region. Raises `FieldError` if the URL cannot be opened."""
     scheme, _, rest = url.partition("://")
     place = f"{scheme}://{rest.rpartition('@')[2].partition('?')[0].rstrip('/')}"  # a secret may contain any character
@@ -98,7 +98,7 @@ async def open_store(url: str, bus: Bus) -> AsyncIterator[LogStore]:
 
 
 def open_files(field: str, url: str, place: str) -> tuple[FileSystem, str]:
-    """Open a URL with pyarrow. Return the file system, and the path in it. Raises `FieldError` on `field`, with `place`."""
+    """Open a URL with pyarrow. Return the file system, and the path in it. Raises `FieldError` that shows `place`."""
     from pyarrow.fs import FileSystem
 
     try:
@@ -109,8 +109,8 @@ def open_files(field: str, url: str, place: str) -> tuple[FileSystem, str]:
 
 
 async def watched(place: str, work: Callable[[Callable[[], None]], _Result], stall_s: float | None = None) -> _Result:
-    """Run `work` on a thread; it calls its argument after each step. Raises `StoreError` for its OSErrors, and after `stall_s`
-    seconds (None = `STALL_S`) without a step. The thread then goes on until the store answers it, as after a cancellation."""
+    """Run `work` on a thread; it calls its argument after each step. Raises `StoreError` if it raises OSError, or makes no step
+    for `stall_s` seconds (None = `STALL_S`). Then, or after a cancellation, the thread goes on until the store answers."""
     stepped_s, limit_s = time.monotonic(), STALL_S if stall_s is None else stall_s
 
     def step() -> None:
@@ -124,7 +124,7 @@ async def watched(place: str, work: Callable[[Callable[[], None]], _Result], sta
             raise StoreError(f"{place}: {without_secrets(first_line(error), os.environ)}") from None
 
     future = asyncio.wrap_future(on_thread("weight-log", run))
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting any more
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs an unread error
     while not future.done():
         if (left_s := stepped_s + limit_s - time.monotonic()) <= 0:
             raise StoreError(f"{place}: no progress for {limit_s:g} s")
@@ -133,7 +133,7 @@ async def watched(place: str, work: Callable[[Callable[[], None]], _Result], sta
 
 
 def write_object(files: FileSystem, path: str, parts: _Parts, step: Callable[[], None] = lambda: None) -> tuple[int, bytes]:
-    """Write an object durably and as a whole, and call `step` after each piece. Return its bytes and SHA-256."""
+    """Write an object durably and as a whole, and call `step` after each piece. Return its size and SHA-256."""
     num_bytes, sha256, is_local = 0, hashlib.sha256(), files.type_name == "local"
     folder, _, name = path.rpartition("/")
     target = f"{folder}/.{name}.{os.getpid()}" if is_local else path  # object stores write atomically
@@ -193,7 +193,7 @@ class FileStore:
     async def delete(self, key: str) -> None:
         def delete(_: object) -> None:
             with suppress(FileNotFoundError):
-                self._files.delete_file(f"{self._root}/{key}")  # also remains, whose names are no keys
+                self._files.delete_file(f"{self._root}/{key}")  # also a writer's remains, whose names are not keys
 
         await watched(self.place, delete)
 
@@ -255,7 +255,7 @@ class BucketStore:
             return [info.name for info in await self._stored() if info.name.startswith(f"{prefix}/")]
 
     async def delete(self, key: str) -> None:
-        """Leave no marker, other than nats-py's own method, because a full bucket would refuse the marker."""
+        """Leave no marker, unlike nats-py's own method, because a full bucket would refuse the marker."""
         name = base64.urlsafe_b64encode(key.encode()).decode()
         with suppress(ObjectMissing), _store_errors(f"deleting {key} from {self._stream}"):
             info, was_clean, self._is_clean = await self._info(key), self._is_clean, False

@@ -40,13 +40,13 @@ _ANCHOR, _DELTA = "anchor.safetensors", "delta"
 CHAINS_KEPT = 2
 _SHA256_BYTES = 32
 _KEY = re.compile(r"[\w=-][\w=.-]*(/[\w=-][\w=.-]*)*", re.ASCII)
-"""Keys that lead out of no store's folder."""
+"""Only keys that stay inside the store's folder match."""
 _Result = TypeVar("_Result")
 
 
 class WeightLog:
     """The writer. `prefix`: folder of its keys. `anchor_every`: versions in the log from one anchor to the next, or fewer if
-    the deltas are larger than the anchor. `keep_all`: delete nothing. `placement`: the memory of the versions."""
+    the deltas together exceed the anchor. `keep_all`: delete nothing. `placement`: the memory of the versions."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class WeightLog:
         self._turn = asyncio.Lock()
 
     async def add(self, version: PolicyVersion, stream: Tensor, sha256: bytes) -> Published:
-        """Write a version newer than the last one, and return its announcement. `stream`: uint8[manifest.total_bytes], not
-        to be changed until another version was added. `sha256`: that of the stream. The first version of an
+        """Write a version newer than the last one, and return its announcement. `stream`: uint8[manifest.total_bytes], which
+        must not change until another version was added. `sha256`: the stream's. The first version of an
         incarnation becomes an anchor. Raises `StoreError`, after which this or a later version can be added."""
         async with self._turn:
             chains, announced = list(self._chains), list[LogObject]()
@@ -115,7 +115,7 @@ class WeightLog:
 
 class Replica:
     """The reader. `folder` holds the stream of `version`, and the object that is being downloaded. `version` is None if the
-    stream has none. Use one call at a time."""
+    stream is incomplete. Use one call at a time."""
 
     def __init__(self, store: LogStore, manifest: Manifest, folder: Path) -> None:
         self._store, self._manifest, self._folder, self._path = store, manifest, folder, folder / "stream"
@@ -153,7 +153,7 @@ class Replica:
             if one.key.endswith(_ANCHOR) != (index == 0) or len(one.sha256) != _SHA256_BYTES:
                 raise LogDamaged(name, f"objects[{index}]", f"has the key {one.key} and {len(one.sha256)} bytes of SHA-256")
             if one.bytes > (most := largest_object(self._manifest)):
-                raise LogDamaged(name, f"objects[{index}].bytes", f"are {one.bytes}, of at most {most}")
+                raise LogDamaged(name, f"objects[{index}].bytes", f"are {one.bytes}, but at most {most} are possible")
 
     async def _download(self, one: LogObject) -> Path:
         """Download an object into a file, and compare its size and SHA-256 with the announced ones."""
@@ -222,7 +222,7 @@ class Replica:
 
 
 async def _on_thread(work: Callable[[], _Result]) -> _Result:
-    """Run `work` on a thread. A cancellation waits for its end, because it uses files and memory of the caller."""
+    """Run `work` on a thread. A cancellation waits for the thread, which uses the caller's files and memory."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(task)

@@ -191,7 +191,7 @@ def _check_start(policy: PolicyTrainer, version: int, known: Mapping[int, str]) 
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a note for each value of `software` that is not the run's. Pure."""
+    """Return a note for each value of `software` that differs from the run's. Pure."""
     changed = {name: value for name, value in now.items() if name != "recipe" and then.get(name) != value}
     here = "here, so the digests may differ"
     return [f"note: {name} was {then.get(name)!r} in the run, and is {value!r} {here}" for name, value in changed.items()]

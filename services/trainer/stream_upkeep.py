@@ -64,7 +64,7 @@ class StreamUpkeep:
                 await self._checkpoints.write(anew=True)
             except ServiceError as error:
                 log.error("SEQUENCES is more than half full and cannot be purged, as no checkpoint can be written: %s", error)
-        # Keep the messages that a resume from any kept checkpoint reads; if the log fills up, only from the newest.
+        # Keep the messages that a resume from any kept checkpoint reads; if the log fills up, only those for the newest.
         positions = self._checkpoints.positions.values()
         readable_from = (max(positions) if filling else min(positions)) + 1 if positions else 1
         if readable_from > sequences.first_position:

@@ -41,7 +41,7 @@ async def test_two_pods_send_each_other_the_bytes() -> None:
 
 def test_a_pod_that_is_alone_or_has_no_gpu_says_so_within_its_time(capsys: pytest.CaptureFixture[str]) -> None:
     for index, device, what in (
-        (0, "cpu", "meeting pod 1: weight group pair: connecting 2 ranks, of which [1] are missing, took longer than 1."),
+        (0, "cpu", "meeting pod 1: weight group pair: connecting 2 ranks ([1] are missing) took longer than 1."),
         (1, "cpu", "meeting pod 0: weight group pair: "),  # in one of three ways, by torch's random pauses
         (0, "cuda", "GPU: the pod requests one but sees none"),
     ):

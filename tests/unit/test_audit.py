@@ -158,7 +158,7 @@ AGAIN = "g00000000.0"
     ("events", "check", "count", "said"),
     [
         ([issue(1)], Check.ISSUED_ONCE, 2, "g00000001"),
-        ([close("failed", "0.0", reason="engine")], Check.ENDED_ONCE, 1, f"{AGAIN} ends as failed too"),
+        ([close("failed", "0.0", reason="engine")], Check.ENDED_ONCE, 1, f"{AGAIN} ends again, as failed"),
         ([close("trained", "0.0", version=2)], Check.TRAINED_ONCE, 1, f"{AGAIN} into version 2"),
         ([close("dropped_stale", "7.0", "0.9", reason="x")], Check.ISSUED_FIRST, 2, "g00000007.0 ends as dropped_stale"),
         ([close("failed", "x", "1.70000", reason="x")], Check.ISSUED_FIRST, 2, " ends as failed"),

@@ -74,7 +74,7 @@ def write_checkpoint(
 
 
 class Checkpointer:
-    """Writes checkpoints. `begin(version)` copies the tensors; `capture()` copies all other state. `written` runs last."""
+    """Writes checkpoints. `begin(version)` copies the tensors, `capture()` all other state. `written` runs after each write."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Checkpointer:
         self._run_dir, self._config, self._journal = run_dir, config, journal
         self._begin, self._capture, self._written = begin, capture, written
         self.positions = dict(start.positions)
-        """By version of each kept checkpoint: position of the last message in SEQUENCES that it covers."""
+        """For the version of each kept checkpoint: position of the last message in SEQUENCES that it covers."""
         self.saved_at_s = start.saved_at_s
         """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
         self._began_version, self._began_s = start.version, time.monotonic()
@@ -119,7 +119,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Compute and record a step in this context: no checkpoint begins meanwhile. Wait forever after the last checkpoint."""
+        """Context for computing and recording a step. No checkpoint begins meanwhile. After the last, it waits forever."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # waits until the process ends
@@ -131,7 +131,7 @@ class Checkpointer:
 
     async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
         """Write a checkpoint now, or after the running step, and return when it is on disk. `anew`: write this version again,
-        with newer sequences. `last`: let no further step begin. Raises `ServiceError` if writing fails or the run has ended."""
+        for newer sequences. `last`: let no further step begin. Raises `ServiceError` if writing fails or the run has ended."""
         while True:
             async with self._boundary:
                 if self._interrupted:
@@ -195,8 +195,8 @@ _KEPT = ("_weight_conversions", "peft_config")
 
 class PolicyExport:
     """Exports a policy in `dtype` as a Hugging Face folder. Training waits during `stage`, and continues during `write`.
-    `form`, a second model on the meta device, has everything except tensors that transformers needs. The writing thread thus
-    uses nothing that a step changes. `stage` overwrites the tensors of the previous call, which must already be written."""
+    `form` is the model without tensors (on the meta device), enough for transformers to write it. So the writing thread uses
+    nothing that a step changes. `stage` overwrites the tensors of the previous call, which must already be written."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
         with torch.device("meta"):

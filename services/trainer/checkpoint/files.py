@@ -1,4 +1,4 @@
-"""Replace the folders of checkpoints atomically: they are written under another name, synced to disk, then renamed."""
+"""Replace checkpoint folders as a whole: a new folder is written under another name, and then renamed."""
 
 from __future__ import annotations
 

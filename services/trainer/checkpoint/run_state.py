@@ -2,7 +2,7 @@
 
 `lineage.json` records the version at each start of this run's trainer, the latest recipe, and when training began. A trainer
 writes the file before it serves anything, so no two trainers of a run use the same incarnation number. A checkpoint has
-`run.json`, and `sequences.pb`: the sequences without an outcome, as length-delimited protobuf messages.
+`run.json`, and `sequences.pb`: received sequences without outcome, as length-delimited protobuf messages.
 """
 
 from __future__ import annotations
@@ -246,11 +246,11 @@ class Start:
     """Folder `…/resume` of the checkpoint to resume from."""
     state: RunState | None = None
     positions: Mapping[int, int] = field(default_factory=dict)
-    """By version of each checkpoint, oldest first: position of the last message in SEQUENCES that it covers."""
+    """For the version of each checkpoint, oldest first: position of the last message in SEQUENCES that it covers."""
     saved_at_s: float | None = None
     """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
     changes: tuple[str, ...] = ()
-    """Recipe fields that changed since that checkpoint, or since the last start if there is none, with both values."""
+    """Recipe fields that changed since that checkpoint or, without a checkpoint, since the last start, with both values."""
 
     @property
     def version(self) -> int:

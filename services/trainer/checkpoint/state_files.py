@@ -133,7 +133,7 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
     memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
     if not isinstance(tensor, DTensor):
         return memory
-    assert host_mesh is not None, "shards are of several ranks"
+    assert host_mesh is not None, "shards belong to several ranks"
     return DTensor.from_local(memory, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
@@ -192,8 +192,8 @@ FOLDER, DISCARD = "folder", "discard"
 
 
 class StateSaver:
-    """Saves the state of one rank. All ranks stage a state, then write or abandon it. The next state reuses the memory. Other
-    ranks stage when rank 0 orders it, and then wait in `follow` until rank 0 decides to write or to abandon."""
+    """Saves the state of one rank. All ranks stage a state, then write or abandon it. The next state reuses the memory. Ranks
+    other than 0 stage when rank 0 orders it. In `follow`, they wait until rank 0 decides to write or to abandon."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner, self._others = learner, learner.world.saving

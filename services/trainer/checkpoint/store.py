@@ -2,7 +2,7 @@
 
 A folder in the store has a `pipelinerl-manifest.json`, which first marks the model as incomplete. The files are written, read
 back and compared. Then the manifest gets the size and the SHA-256 of every file. The object `latest` beside the folders
-contains the name of the newest complete one. A folder without a manifest comes from other tools and is not checked. Nothing is
+names the newest complete folder. A folder without a manifest comes from other tools and is not checked. Nothing is
 ever deleted. pyarrow accesses the stores, and finds credentials in the same places as each store's own tools.
 
 Training never waits for uploads. A newer checkpoint replaces a waiting one. The files are first linked into another folder,
@@ -52,8 +52,8 @@ Digest: TypeAlias = tuple[int, str]
 
 def put_model(folder: Path, url: str, is_given_up: Callable[[], bool] = lambda: False) -> int:
     """Upload all files of `folder` to the folder `url`, verify them, point `latest` at `url`, and return the number of bytes. A
-    model already at `url` counts as incomplete once the upload begins. Raises `ServiceError`, also once `is_given_up`, and the
-    store's `OSError`."""
+    model already at `url` counts as incomplete once the upload begins. Raises `ServiceError` if a stored file differs or
+    `is_given_up()`, and the store's `OSError`."""
     store, root = open_files(_FIELD, url, url)
 
     def put(path: str, parts: Iterable[bytes]) -> Digest:
@@ -179,7 +179,7 @@ class Uploads:
         self._waiting: tuple[int, Path] | None = None
         """Version, and linked copy of the checkpoint. Its modification time says when the checkpoint was written."""
         self._since_s = 0.0
-        """Unix time since which an upload is due: when the first of the checkpoints replaced in the queue was written."""
+        """Unix time at which the waiting checkpoint, or the first one that it replaced in the queue, was written."""
         self._trying: Path | None = None
         self.last: dict[str, Any] = {}
         """Content of `UPLOADED`; empty before the first upload."""

@@ -59,7 +59,7 @@ class RecordedStep:
 
 
 def software(recipe: Recipe, ranks: int) -> dict[str, Any]:
-    """Return what a step's result depends on besides data and weights, as JSON-compatible values."""
+    """Return the software, hardware and recipe that affect a step's result, as JSON-compatible values."""
     import torch
     import transformers
 
@@ -70,7 +70,7 @@ def software(recipe: Recipe, ranks: int) -> dict[str, Any]:
 
 
 def write_step(run_dir: Path, recorded: RecordedStep) -> None:
-    """Write a step durably, and replace an earlier record of it. Raises `ServiceError` if the disk does not take it."""
+    """Write a step durably, and replace an earlier record of it. Raises `ServiceError` if it cannot be written."""
     import pyarrow.parquet as pq
 
     path, content = recorded_file(run_dir, recorded.step), io.BytesIO()
@@ -126,7 +126,7 @@ def to_table(recorded: RecordedStep) -> pa.Table:
 
 
 def from_table(step: int, table: pa.Table) -> RecordedStep:
-    """Return the step that `to_table` made into `table`. Pure."""
+    """Return the step from which `to_table` made `table`. Pure."""
     of_tokens = ["prompt_ids", "completion_ids", "logprobs", "versions", "incarnations"]
     rows = table.drop_columns(of_tokens).to_pylist()
     for name in of_tokens:
@@ -175,7 +175,7 @@ def _of_branch(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spans(versions: NDArray[np.int32], incarnations: NDArray[np.int32]) -> Iterator[VersionSpan]:
-    """Yield a span for each run of tokens of the same version. Tokens that were not sampled have none."""
+    """Yield a span for each run of tokens of the same version. Tokens that were not sampled are in no span."""
     edges = np.flatnonzero((np.diff(versions) != 0) | (np.diff(incarnations) != 0)) + 1
     for start, end in zip([0, *edges.tolist()], [*edges.tolist(), len(versions)], strict=True):
         if start < end and versions[start] != _NOT_SAMPLED:
