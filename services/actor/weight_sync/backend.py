@@ -64,7 +64,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shutdown()
         manifest = Manifest.from_bytes(init_info.manifest)
         problem, reason = "", ""
-        loader: Loader = PausedLoader(self.model, self.vllm_config, self.device, None)  # a refused manifest is never loaded
+        loader: Loader = PausedLoader(self.model, self.vllm_config, self.device, None)  # unused if the manifest is refused
         try:
             if manifest.low_rank:
                 if self._base_replaced:
