@@ -65,7 +65,7 @@ class Policy:
         """Yield the completion after each token, sampled as in training, without the model's own top_p and top_k."""
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or maxsize
         if len(prompt) >= context:
-            raise FieldError("prompt", f"{len(prompt)} tokens", f"the model's context has only {context}; shorten the prompt")
+            raise FieldError("prompt", f"{len(prompt)} tokens", f"the model's context has {context}; shorten the prompt")
         tokens, cache, inputs = list[int](), None, torch.tensor([prompt], device=self.model.device)
         while len(tokens) < min(max_tokens, context - len(prompt)):
             output = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)

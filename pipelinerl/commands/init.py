@@ -158,4 +158,4 @@ def _column(option: str, given: str | None, row: Values, usual: tuple[str, ...])
     if found := given or next((known[name] for name in usual if name in known), None):
         return found
     where = "; the first line of a CSV file names the columns"
-    raise UserError(f"{option} is missing: no column is called {one_of(usual)}; give one of {one_of(columns)}{where}")
+    raise UserError(f"{option} is missing: no column is called {one_of(usual)}; give {one_of(columns)}{where}")

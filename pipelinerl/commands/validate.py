@@ -1,5 +1,5 @@
 """`pipelinerl validate RECIPE` lists everything that is wrong with a recipe. `pipelinerl doctor RECIPE|RUN` lists the reasons
-why a recipe will not learn or a run does not learn, the cause first. Both make trial calls of rewards, and change nothing.
+why a recipe will not learn or a run does not learn, the cause first. For a recipe, both call rewards on trial. Nothing changes.
 
 A recipe for a cluster can be checked on a laptop. Things that this machine lacks, such as a GPU, are listed, but the recipe
 still counts as valid. With `--gpu-memory`, `validate` also adds up the memory that is needed.
@@ -216,13 +216,13 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
         why = f"the model, {keep} checkpoints of {each / 1e9:,.0f} GB (checkpoint.keep) and the next one need"
         yield FieldError("trainer.persistence.size", size, f"{why} {needed / GIB:,.0f}Gi; enlarge it, or keep fewer")
     if recipe.weights.log_place == NATS and (least := 3 * model.weights_bytes) > log_gib * GIB:
-        fix = f"cannot hold the three whole versions that the weight log keeps; give at least {least / GIB:,.0f}, enlarge"
+        fix = f"cannot hold the three whole versions that the weight log keeps; give at least {least / GIB:,.0f}, and enlarge"
         yield FieldError("nats.weightsMaxGib", log_gib, f"{fix} nats.persistence.size, or set another recipe.set.weights.log")
     limit = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
     export, copies = model.weights_bytes / GIB, snapshot_gib(recipe, model)[1]
     needed_gib = export + (each / GIB - export) / trainer["nodes"] + copies
     if limit is not None and needed_gib * GIB > checks.quantity(limit):
-        fix = f"cannot hold copies of the weights to send ({copies:,.0f}Gi), with those of weights.log, and a checkpoint"
+        fix = f"cannot hold a checkpoint and copies of the weights, for sending and for weights.log ({copies:,.0f}Gi)"
         yield FieldError("trainer.resources.limits.memory", limit, f"{fix}; give more than {needed_gib:,.0f}Gi")
 
 

@@ -96,8 +96,8 @@ def _now(recipe: Recipe, field: str) -> str:
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings sorted by gravity, and in the given order within one. Rules are listed in the order of causes, so
-    the first finding explains later ones: lost data, lengths, answers, rewards, numerics, the policy, speed."""
+    """Return the findings by gravity; those of equal gravity keep their order. Rules are listed in the order of causes, so the
+    first finding explains later ones: lost data, lengths, answers, rewards, numerics, the policy, speed."""
     return sorted(findings, key=lambda one: GRAVITIES.index(one.gravity))
 
 

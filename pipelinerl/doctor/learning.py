@@ -55,8 +55,9 @@ def numerics(run: RunRecords) -> Findings:
          "algorithm.clip_low", f"raise it and clip_high ({algorithm.clip_high:g}), or lower max_lag or the learning rate"),
         ("gradient-clipped", share >= 0.9 and norm > 5 * bound, False, f"{percent(share)} of steps, to norm {bound:.3g}",
          "trainer.max_grad_norm", f"raise it to about the mean norm, {norm:.3g}"),
-        ("policy-unmoved", is_still and run.has_signal, True, f"|log weight| {max(moved, default=0):.1g}, gradient {norm:.1g}",
-         "trainer.learning_rate", "raise it tenfold until log_weight_abs_max exceeds 0.01"),
+        ("policy-unmoved", is_still and run.has_signal, True,
+         f"largest |log weight| {max(moved, default=0):.1g}, mean gradient norm {norm:.1g}", "trainer.learning_rate",
+         "raise it tenfold until log_weight_abs_max exceeds 0.01"),
     )  # fmt: skip
 
 

@@ -122,8 +122,8 @@ def answers(run: RunRecords) -> Findings:
         samples end with the reference, but the answer that was found earns nothing.
     right-unrewarded (recipes.md#rewards): Answers that equal the reference, apart from a unit, earn no more than others: 80 %
         of at least 4 earn nothing in a run that has not learned, or at least 10 earn no more than at least 10 others.
-    references-unrelated (recipes.md#tasks): Answers equal the reference of their own problem no more often than another one:
-        within 2 standard errors, in at least 24 samples of a run that has not learned; grave with 5 different references.
+    references-unrelated (recipes.md#tasks): Answers equal their own reference no more often than another problem's: within 2
+        standard errors, in at least 24 samples of a run that has not learned; grave with 5 different references.
     """
     samples, reward, compared = run.trained_samples, run.first_task.reward, _compared(run)
     if (absent := run.mean("answers_absent")) >= 0.95:
@@ -186,7 +186,7 @@ def rewards(run: RunRecords) -> Findings:
     equal, wrong, right = map(run.mean, ("equal_reward_groups", "groups_all_wrong", "groups_all_right"))
     all_right, now_equal, earned = map(run.late, ("groups_all_right", "equal_reward_groups", "reward_mean"))
     samples = [one for one in run.trained_samples if one.get("reference")]
-    is_full = all_right >= _FEW and (len(samples) < 4 or any(map(_written, samples)))  # otherwise the reward is constant
+    is_full = all_right >= _FEW and (len(samples) < 4 or any(map(_written, samples)))  # else any text earns it
     values = ", ".join(f"{one:g}" for one in sorted(set(_earned(run.trained_samples)))[:4])
     before = fmean(run.values("reward_mean", slice(-2 * run.window, -run.window)) or [earned])
     is_flat = now_equal >= _FEW and earned < min(0.9 * best, before + 0.05 * best)

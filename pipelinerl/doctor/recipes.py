@@ -177,13 +177,13 @@ def problems(view: SetView) -> Findings:
         the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
     columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of at least 8 prompts show their answer. It is grave if they
         equal it, or have it after the text that the reward looks for; a warning if they begin or end with it; a note if it is a
-        number inside them. Prompts that are file names, addresses or hashes, or that number the rows (from 20), are grave, or a
-        warning if the recipe has a system prompt or an instruction. Answers are a warning (from 20) if they number the rows but
-        prompts do not, or if they are letters but prompts offer no choices.
+        number inside them. It is also grave if prompts are file names, addresses or hashes, or number the rows (from 20); with
+        a system prompt or an instruction, this is a warning. It is a warning (from 20) if answers number the rows but prompts
+        do not, or if answers are letters but prompts offer no choices.
     references-shifted (recipes.md#tasks): Answers belong to the question before or after: in at least 50 rows, prompts share
-        more words with the answer of one neighbour than with their own, by a tenth of its words and by 5 standard errors. Turns
-        of the assistant do not count. The rule is silent if prompts are numbered, or if the row beyond the neighbour has half
-        of that excess, as in windows of a series.
+        more words with a neighbour's answer than with their own, by a tenth of an answer's words and by 5 standard errors.
+        Turns of the assistant do not count. The rule is silent if prompts are numbered, or if the row beyond the neighbour has
+        more than half of that excess, as in windows of a series.
     one-answer (recipes.md#tasks): Problems have the same answer: 95 % of at least 20 references are equal; grave if all are, a
         note from 80 %.
     references-unmatched (recipes.md#rewards): References do not look like answers of completions: half have 8 or more words, 5

@@ -146,8 +146,7 @@ def number_at(record: Record, key: str) -> float | None:
 
 
 def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, is_running: bool = False) -> RunRecords:
-    """Return the records of the run in `folder`. `reasons`: as in `RunRecords`; None: read them from the summary or the
-    journal."""
+    """Return the records of the run in `folder`. `reasons`: as in `RunRecords`; None: read them from summary or journal."""
     run_dir, journal = RunDir(folder, ""), folder / JOURNAL
     summary = {} if is_running else read_json(run_dir.summary)  # an earlier start may have left one
     steps = read_jsonl(run_dir.metrics)
