@@ -1,6 +1,6 @@
 """Name why a recipe will not learn before it runs: rules over its problem sets, and over trial calls of their rewards.
 
-Mistakes and doubts that `pipelinerl validate` finds are taken over. Tokens are counted if the tokenizer is on this machine.
+Mistakes and doubts that `pipelinerl validate` finds become findings, too. Tokens are counted if the tokenizer is here.
 """
 
 from __future__ import annotations
@@ -375,9 +375,9 @@ def rewards(view: SetView) -> Findings:
         reward.correct, or your own function gives at least 4 wrong answers about as much as right ones (a warning).
     reward-slow (recipes.md#rewards): Rewards take long: the median trial call takes a quarter of timeout_s; a note.
     form-unsaid (recipes.md#rewards): Prompts do not ask for the form that the reward reads: they lack or forbid \boxed, JSON,
-        or the text with which reward.answer_pattern or format_pattern begins. They ask for steps, but answer_pattern begins
-        with ^. They ask for a box or steps, but the scorer compares texts and the pattern, if any, reads no box. The template
-        already writes the <think> of format_pattern. A small model of this package never writes what the pattern reads (grave).
+        or the beginning of reward.answer_pattern or format_pattern; they ask for steps, but answer_pattern begins with ^; they
+        ask for a box or steps, but the scorer compares texts and no pattern reads a box; or the chat template already writes
+        the <think> of format_pattern. Grave if a small model of this package never writes what the pattern reads.
     groups-small (learning.md#from-rewards-to-advantages): Few groups have different rewards: sampling.group_size is 2 and
         rewards are 0 or 1. If answers are right with probability p, 2 p (1 - p) of such groups differ, which is at most half; a
         note.

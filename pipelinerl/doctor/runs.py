@@ -43,8 +43,8 @@ def losses(run: RunRecords) -> Findings:
     rewards-fail (errors.md#reasons): The reward fails instead of giving a number: for 5 % of the sequences; grave from 50 %.
     episodes-fail (episodes.md#how-long-it-may-take-and-what-fails-how): Episodes fail because of the environment, not of the
         policy: 5 % of the episodes; grave from 50 %.
-    actor-differs (weight-updates.md#the-parity-probe): An actor samples with other probabilities than its policy's: a sequence
-        of a quarantined actor arrived.
+    actor-differs (weight-updates.md#the-parity-probe): An actor's probabilities differ from those of its policy: a sequence of
+        a quarantined actor arrived.
     sequences-lost (errors.md#reasons): Sequences are lost on their way to the trainer: 5 % of the sequences; grave from 50 %.
     steps-skipped (learning.md#the-optimizer): Steps change no weight, as the loss or gradient is not finite: at least one step;
         grave if half of the last 20 were skipped.

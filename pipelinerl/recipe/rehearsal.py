@@ -1,10 +1,10 @@
 """Rehearse a recipe's rewards: call them on some of its problems before a run, and report errors and suspicious rewards. Also
 render prompts as the policy will see them, and check the chat template. No model is loaded.
 
-The completions on trial are the reference answers and an empty text. Scorers of mathematics also get answers in a box, and
-near misses, which are similar wrong answers. A process of the verifier (`services.verifier.rehearsal`) makes the calls, because
-a reward may do anything. Rewards of episodes, judges and reasoning-gym's own scorers are not rehearsed: episodes need turns,
-judges cost money, and those scorers are known to work. Another process (`services.actor.preview`) renders the prompts.
+The completions on trial are the reference answers and an empty text. Scorers of mathematics also get boxed answers and near
+misses, which are similar wrong answers; a user's function gets answers to other problems. A verifier process
+(`services.verifier.rehearsal`) makes the calls. Rewards of episodes, judges and reasoning-gym's own scorers are left out:
+episodes need turns, judges cost money, and those scorers work. Another process (`services.actor.preview`) renders the prompts.
 """
 
 from __future__ import annotations
