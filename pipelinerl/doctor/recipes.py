@@ -215,11 +215,11 @@ def problems(view: SetView) -> Findings:
     yield from _many(
         view, "references-unmatched",
         (missing, len(answers), least, "warning", "task.answer_field", "leave out these rows, which have no answer"),
-        (prose, len(answers), 10 * least, "warning", "task.answer_pattern", r"extract the final answer, as by '####\s*(.+)'"),
+        (prose, len(answers), 10 * least, "warning", "task.answer_pattern", r"extract the final answer, as '####\s*(.+)' does"),
         (lost, tried, 0.05 * tried, worse(len(lost), tried / 2), "reward.answer_pattern",
-         "must find it; or correct the references"),
+         "let it find such answers, or correct the references"),
         (dressed, len(answers), least, "warning", "reward.scorer",
-         "use math, which compares values, or bare numbers"),
+         "use math, which compares values, or make the references bare numbers"),
     )  # fmt: skip
     fix = "take them out of the training data, so that the accuracy does not measure memory"
     row = (view.known, view.num_heldout, 0.05 * view.num_heldout, "warning", "task.path", fix)
@@ -246,7 +246,7 @@ def _columns(view: SetView) -> Iterator[_Row]:
     named = [text for text in view.texts if _NAMES.fullmatch(text.strip())]
     letters = [answer for _, answer in rows if re.fullmatch("[A-J]", answer)]
     is_choice, least = re.search(r"\n\W?[A-D1-4][).:]", view.told), max(8, 0.9 * num)
-    away, names = "leave the answer out", "names something; take the column of the text"
+    away, names = "leave the answer out", "holds only names or numbers; use the column with the text"
     is_example = all(own == told[0][1] for _, own in told)
     for texts in (same, [] if is_example else [text for text, _ in told]):
         yield texts, num, least, "grave", "task.prompt_field", away
@@ -339,7 +339,7 @@ def texts(view: SetView) -> Findings:
          model.name or model.source, f"{at}task.prompt_style", "is plain; use chat, or a base model"),
         ("problems-few", view.num_trained > 0 and times >= 100, "note",
          f"{counted(view.num_trained, 'problem')}, each {times:.0f} times", f"{at}task.path",
-         "add some, or watch the held-out accuracy"),
+         "add problems, or watch the held-out accuracy"),
         ("evaluation-blind", task.heldout_problems == 1, "note", "an accuracy of 0 or 1", f"{at}task.heldout_problems",
          "hold out 32 or more"),
         ("evaluation-blind", every > max(steps, 100), "note", f"every {every} of {steps} steps", "evaluation.every_steps",
