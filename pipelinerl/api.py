@@ -1,8 +1,8 @@
 """Train from Python: `pipelinerl.train(...)` and `pipelinerl.start(...)`, for programs and notebooks.
 
-A run is a child process, `pipelinerl run`, in its own session. It shares neither event loop nor signal handlers with the
-caller, and its logs and environment variables stay its own. Ctrl-C reaches only the caller, which then stops the run cleanly.
-What `Run` shows is read from the run's folder, so `Run("runs/NAME")` also works for a run that was started elsewhere.
+A run is a child process, `pipelinerl run`, in its own session. It does not touch the caller's event loop, signal handlers, logs
+or environment variables. Ctrl-C reaches only the caller, which then stops the run cleanly.
+`Run` reads the run's folder, so `Run("runs/NAME")` also works for a run that was started elsewhere.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _LOOK_S = 0.2
 _PAGE_WITHIN_S = 60.0
 _FRAME_HEIGHT = 640
 _SHIPPED = "notebook_reward"
-"""Name of the module with the source of a function that was defined in a notebook or in the main program."""
+"""Name of the module that is written for a reward function from a notebook or from the main program."""
 
 
 def train(
     recipe: Given, reward: Reward | None = None, *, name: str | None = None, run_dir: Folder | None = None, **overrides: Any
 ) -> Run:
     """Train as `start` does, print the progress, and return the run at its end. An interrupt (Ctrl-C, or the stop button of a
-    notebook) stops the run cleanly, with a checkpoint, and returns it. Raises `ServiceError` if the run fails."""
+    notebook) stops the run cleanly, with a checkpoint, and then returns the run. Raises `ServiceError` if the run fails."""
     run = start(recipe, reward, name=name, run_dir=run_dir, **overrides)
     try:
         for line in run.follow():
@@ -76,8 +76,8 @@ def start(
     """Start a run on this machine and return at once. If this program ends first, it stops the run cleanly.
 
     `recipe`: the name of a shipped recipe, a recipe file, or a mapping with the recipe's fields. `reward`: a function, which a
-    notebook may define, or its path, `package.module:function` or `file.py:function`. The modules beside the file, or its
-    package, are shipped, too. `overrides`: fields of the recipe by their paths, as in `**{"trainer.steps": 40}`. `name`,
+    notebook may define, or its path, `package.module:function` or `file.py:function`. The run also gets the other modules of
+    the file's folder or package. `overrides`: fields of the recipe by their paths, as in `**{"trainer.steps": 40}`. `name`,
     `run_dir`: as for `pipelinerl run`. Raises `UserError` for a mistake.
     """
     given: Path | None = None
@@ -102,7 +102,7 @@ def start(
         raise FieldError("reward", scorer, "no task uses it, because each has its own reward.scorer; leave out one of them")
     for modules in (modules_beside(checked, given) if given is not None else None, shipped):
         if modules is not None:
-            copy_modules(modules, task)  # the given reward replaces the recipe's
+            copy_modules(modules, task)  # the given reward comes last, so its modules overwrite those of the recipe
     (task / "recipe.yaml").write_text(recipe_yaml(checked), encoding="utf-8")
     place = new_place(checked.name, datetime.now(), name, None if run_dir is None else _folder("run_dir", run_dir), "name")
     options = ["--run-dir", str(place.path), "--name", place.name]
@@ -114,8 +114,8 @@ def start(
             stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True,
         )  # fmt: skip
     run = Run(place.path, _process=process, _output=output)
-    run._prepared = prepared  # removed with the object
-    atexit.register(run.stop)  # if it still runs when this program ends
+    run._prepared = prepared  # the temporary folder is removed with this object
+    atexit.register(run.stop)
     return run
 
 
@@ -126,8 +126,8 @@ def _folder(field: str, given: Folder) -> Path:
 
 
 def _scorer(reward: Reward, shipped: Path) -> str:
-    """Return the value of `reward.scorer`, and write the modules that it needs beside the recipe to `shipped`. A scorer's name
-    and a function that the verifier can import need none. Raises `FieldError`."""
+    """Return the value of `reward.scorer`. Write the modules of the reward to the folder `shipped`, unless the reward is the
+    name of a scorer or a function that the verifier can import. Raises `FieldError`."""
     if isinstance(reward, str):
         file, _, name = reward.rpartition(":")
         if not file.endswith(".py"):
@@ -161,13 +161,13 @@ class Run:
             run_name(self.path)
         self._dir = RunDir(self.path.absolute(), self.path.name)  # the program may change its current folder
 
-    # The process of a run that was started here.
+    # These methods need a run that `start` returned.
 
     def wait(self) -> Run:
         """Wait for the end, and return this run. Raises `ServiceError` with the last lines of the output if the run failed, or
         `UserError` if the cause is a mistake that was found only then, as in the data or in the reward."""
         code = self._own().wait()
-        stopped_early = self._stopped and not self._dir.identity.exists()  # an interrupt while it imports its code
+        stopped_early = self._stopped and not self._dir.identity.exists()  # the interrupt came during imports
         if code not in (EXIT_OK, EXIT_INTERRUPTED) and not stopped_early:
             kind = UserError if code == EXIT_USER_ERROR else ServiceError
             raise kind(f"the run {self.path} ended with exit code {code}:\n{self.output[-2000:]}")
@@ -194,7 +194,7 @@ class Run:
                     yield line.rstrip("\n")
             if ended:
                 return
-            time.sleep(_LOOK_S)  # the reader of a file cannot be woken
+            time.sleep(_LOOK_S)  # a file gives no signal when it grows
 
     @property
     def output(self) -> str:
@@ -253,7 +253,7 @@ class Run:
 
         rows, (figure, axes) = read_jsonl(self._dir.metrics), pyplot.subplots(figsize=(7, 3), layout="constrained")
         axes.set(xlabel="optimizer step", ylabel="reward, accuracy")
-        pyplot.close(figure)  # a notebook shows the returned figure, and would show an open one again
+        pyplot.close(figure)  # otherwise a notebook shows the figure twice: as open and as returned
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         shown = ("step", "reward_mean", "reward", ""), ("heldout_version", "heldout_accuracy", "held-out accuracy", "o")
         for at, key, label, marker in shown:
@@ -291,7 +291,7 @@ _MOST_CHARACTERS = 100_000
 
 def source_of(function: Any) -> str:
     """Return the source of a module with this function, the imports and constants that it uses, and the functions of the same
-    notebook that it calls. Raises `FieldError` with the reason if it uses a closure, an object or the like."""
+    notebook that it calls. Raises `FieldError` if a part cannot be written as source, such as a closure or an object."""
     parts: dict[str, str] = {}
     _ship_function(getattr(function, "__name__", repr(function)), function, parts)
     return "\n".join(["from __future__ import annotations\n", *parts.values()])
@@ -299,7 +299,7 @@ def source_of(function: Any) -> str:
 
 def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
     """Add the function's source to `parts`, after everything that it uses."""
-    inner = inspect.unwrap(function)  # of decorators, which are part of the source
+    inner = inspect.unwrap(function)  # decorators are part of the source
     if not isinstance(inner, FunctionType) or inner.__name__ == "<lambda>":
         kind = "a lambda" if isinstance(inner, FunctionType) else f"of type {type(function).__name__}"
         raise _refused(name, f"is {kind}; define a function with def")
@@ -312,11 +312,11 @@ def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
         raise _refused(name, f"has no source ({error}); define it in a file or in a notebook") from error
     if inner is not function and not getattr(definition, "decorator_list", []):
         raise _refused(name, "was wrapped after its definition; write the wrapper above its def, as a decorator")
-    parts[name] = ""  # a function may call itself, or one that calls it
+    parts[name] = ""  # marks the function as visited, because functions may call each other
     for used in _globals_of(function.__name__, source):
         if used not in parts:
             _ship_value(name, used, inner, parts)
-    for node in ast.walk(definition):  # modules of packages, such as `xml.etree.ElementTree` after `import xml`
+    for node in ast.walk(definition):  # submodules, such as `xml.etree.ElementTree` used after `import xml`
         first, _, rest = ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
         module = inner.__globals__.get(first)
         if isinstance(module, ModuleType) and (dotted := f"{module.__name__}.{rest}") in sys.modules:
@@ -328,7 +328,7 @@ def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
 
 
 def _globals_of(name: str, source: str) -> list[str]:
-    """Return the global names that a function needs: when it runs, and for its defaults and decorators when it is defined."""
+    """Return the global names that a function needs when it runs, and those that its defaults and decorators need."""
     tables = [top := symtable.symtable(f"from __future__ import annotations\n{source}", name, "exec")]
     for table in tables:
         tables += table.get_children()
@@ -360,7 +360,7 @@ def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, s
             text = _as_source(value)
         except (TypeError, RecursionError) as error:
             kind = "a class of this program" if isinstance(value, type) else f"an object of type {type(value).__name__}"
-            fix = "import it from a file, make it in the function, or pass numbers, texts, lists and mappings of them"
+            fix = "import it from a file, create it in the function, or use numbers, texts, and lists or mappings of these"
             raise _refused(user, f"uses {name}, {kind}, which cannot be written as source; {fix}") from error
         if len(text) > _MOST_CHARACTERS:
             fix = f"more than {_MOST_CHARACTERS:,}; write it to a file, and read that in the function"
@@ -374,8 +374,8 @@ def _is_function(value: Any) -> bool:
 
 
 def _imported_from(value: Any) -> str:
-    """Return `module:name` of what a module other than the main program holds by its own name; empty for other values. A
-    wrapper has the name of the function within, but the module holds only the latter."""
+    """Return `module:name` if a module other than the main program holds the value under the value's own name, else "". A
+    wrapper that bears the name of its wrapped function is no such value, because the module holds the wrapped function."""
     module, name = str(getattr(value, "__module__", None)), getattr(value, "__qualname__", "")
     is_held = module != "__main__" and name.isidentifier() and getattr(sys.modules.get(module), name, None) is value
     return f"{module}:{name}" if is_held else ""

@@ -38,7 +38,7 @@ class Figure:
     """True if the metric keeps its value at a step without the figure. Otherwise its series ends there."""
     on_page: bool = False
     event: type | None = None
-    """Type of a figure about events since the previous step: `event()` is its value if none happened. None: other figures."""
+    """Type of a figure about events since the previous step: `event()` is its value without events. None for other figures."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json with their reductions. `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
@@ -175,8 +175,8 @@ FIGURES = (
            "known, so not on a CPU.", "mfu_ratio", summary={"mfu_mean": "mean"}, weight=_COMPUTE),
     Figure("imbalance", "Share of the ranks' compute time in which they wait for each other, estimated from the costs that the "
            "packing assumes.", "imbalance_ratio"),
-    Figure("memory_peak_gib", "Peak memory, GiB. On a GPU: of tensors, since the previous step. On a CPU: of the process, "
-           "since its start.", summary={"memory_peak_gib": "largest"}),
+    Figure("memory_peak_gib", "Peak memory, GiB: on a GPU, that of tensors since the previous step; on a CPU, that of the "
+           "process since its start.", summary={"memory_peak_gib": "largest"}),
     Figure("weight_update", "Newest weight update that was served; see below.", on_page=True, event=NoneType),
     Figure("stall_s", "Longest stall of a member in the newest served weight update, seconds.", on_page=True, event=NoneType),
     Figure("joins", "List of actors that received the served version in side groups, each with `actor`, `version` and "

@@ -65,14 +65,14 @@ class Policy:
         """Yield the completion after each token, sampled as in training, without the model's own top_p and top_k."""
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or maxsize
         if len(prompt) >= context:
-            raise FieldError("prompt", f"{len(prompt)} tokens", f"the model's context has {context}; shorten it")
+            raise FieldError("prompt", f"{len(prompt)} tokens", f"the model's context has {context}; shorten the prompt")
         tokens, cache, inputs = list[int](), None, torch.tensor([prompt], device=self.model.device)
         while len(tokens) < min(max_tokens, context - len(prompt)):
             output = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits, cache = output.logits[0, -1].float(), output.past_key_values
             if logits.isnan().any():
                 raise FieldError("RUN", str(self.path), "its weights give no numbers (NaN); use an earlier version")
-            chances = (logits / max(temperature, 1e-5)).softmax(-1)  # of a smaller temperature, they would overflow
+            chances = (logits / max(temperature, 1e-5)).softmax(-1)  # a smaller temperature would make them overflow
             inputs = (torch.multinomial(chances, 1) if temperature > 0 else logits.argmax()).view(1, 1)
             if int(inputs) in self._ends:
                 return
@@ -87,7 +87,7 @@ def pieces(texts: Iterable[str], stops: list[str]) -> Iterator[str]:
         if found := [at for stop in stops if (at := text.find(stop)) >= 0]:
             text = text[: min(found)]
             break
-        if len(text) - held_back > told and not text.endswith("\ufffd"):  # else within a character
+        if len(text) - held_back > told and not text.endswith("\ufffd"):  # otherwise a character is incomplete
             told, begin = len(text) - held_back, told
             yield text[begin:told]
     yield text[told:]

@@ -32,7 +32,7 @@ NOTHING_THERE = -1
 STATE_FORMAT = 3
 """Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
-"""Free space that a run needs at its start beside its next checkpoint, and free space that it leaves to other programs."""
+"""Free space that a run needs at its start in addition to the next checkpoint, and free space that it leaves unused."""
 
 
 @dataclass
@@ -308,8 +308,8 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 class Checkpoint:
     """A policy on disk. `path`: its folder, with whole weights or an adapter. `adapter`: the adapter's configuration, or empty.
     `run`: the folder of its run; `path` if it has none. `version`: its policy version, or None if it states none. `tokenizer`:
-    the folder with its tokenizer. An adapter of a run finds it in the checkpoint above; another adapter without a tokenizer
-    uses that of its base model, which may be a name on the hub."""
+    the folder with its tokenizer, which is the parent folder for an adapter of a run. Another adapter without a tokenizer uses
+    that of its base model, which may be a name on the hub."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.run, self.adapter = path, _run_of(path), read_json(path / ADAPTER)
@@ -325,10 +325,10 @@ def _run_of(folder: Path) -> Path:
 
 
 def policies_of(folder: Path) -> dict[int, Checkpoint]:
-    """Return the checkpoints of a run, or of the run in which a checkpoint lies, by version, the newest last."""
+    """Return the checkpoints of a run by version, the newest last. `folder`: the run's, or a checkpoint in it."""
     run = _run_of(folder)
     found = {number: Checkpoint(path.parents[1]) for number, path in resumable(run).items()}
-    for one in (run / "checkpoint", run):  # the latter is a model outside a run
+    for one in (run / "checkpoint", run):  # `run` holds a model only outside a run
         if any((one / file).is_file() for file in MODEL_IN):
             last = Checkpoint(one)
             found[last.version or max(found, default=0)] = last

@@ -46,7 +46,7 @@ class RunTotals:
     update_bytes: int = 0
     transfer_s: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)
-    join_s: list[float] = field(default_factory=list)  # until a joining actor's side group had the served version
+    join_s: list[float] = field(default_factory=list)  # seconds until an actor joined and served the version
     compute_s: float = 0.0
     steps: int = 0
     steps_skipped: int = 0
@@ -132,7 +132,7 @@ def heldout_reward(evaluation: Record | None = None) -> float | None:
     """Return the answers' mean reward, without format and length terms, over an evaluation's sets; None if it is unknown."""
     try:
         return fmean(answer_reward(one["reported"]) or 0.0 for one in (evaluation or {})["sets"].values())
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # damaged, or of an older state
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # a damaged or older record
         return None
 
 
@@ -185,7 +185,7 @@ def lag_summary(histogram: Mapping[int, int]) -> dict[str, float | None]:
 
 
 def leaves(value: Any, separator: str = ".", path: str = "", *, in_lists: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield the values within mappings, and perhaps in lists of mappings, with their paths. An empty mapping is a value."""
+    """Yield the paths and values within mappings and, if `in_lists`, within lists of mappings. An empty mapping is a value."""
     is_node = in_lists and isinstance(value, list) and any(isinstance(one, Mapping) for one in value)
     inner = dict(enumerate(value)) if is_node else value
     if not isinstance(inner, Mapping) or not inner:

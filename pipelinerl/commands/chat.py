@@ -60,8 +60,8 @@ def _policy(args: argparse.Namespace, version: int | None) -> Any:
 
 
 def _ask(policy: Any, args: argparse.Namespace, messages: list[dict[str, str]], question: str) -> None:
-    """Print the answer while it is generated, and add both to the conversation. Without a chat template, the question alone is
-    the prompt. Raises `FieldError` if the context is full."""
+    """Print the answer while it is generated, and add question and answer to the conversation. Without a chat template, the
+    prompt contains no earlier turns. Raises `FieldError` if the context is full."""
     asked, answer = [*messages, {"role": "user", "content": as_unicode(question)}], ""
     prompt = policy.prompt(asked[-1]["content"], asked if policy.task.prompt_style == "chat" else None)
     temperature = policy.temperature if args.temperature is None else args.temperature
@@ -69,7 +69,7 @@ def _ask(policy: Any, args: argparse.Namespace, messages: list[dict[str, str]], 
         for piece in policy.stream(prompt, args.max_tokens or policy.max_tokens, temperature):
             answer += piece
             print(printable(piece), end="", flush=True)
-    finally:  # an answer that was stopped belongs to the conversation, too
+    finally:  # an interrupted answer belongs to the conversation, too
         if answer:
             messages[:] = [*asked, {"role": "assistant", "content": answer}]
 
@@ -109,7 +109,7 @@ def _hold(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Replace this process by vLLM's server, or print the server's command. Raises `UserError`."""
+    """Replace this process with vLLM's server, or print the server's command. Raises `UserError`."""
     command = serve_command(checkpoint_of(args.subject, args.version), args.passed_on)
     if args.print:
         print(shlex.join(command))
@@ -121,7 +121,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def serve_command(checkpoint: Checkpoint, arguments: list[str]) -> list[str]:
-    """Return vLLM's command for a checkpoint or an adapter, under the name of the run. `arguments` override the others."""
+    """Return vLLM's command to serve a checkpoint or an adapter under the run's name. `arguments` override the defaults."""
     path, adapter = checkpoint.path, checkpoint.adapter
     name = run_name(checkpoint.run) if checkpoint.run != path else path.resolve().name
     model = [str(path), "--served-model-name", name]

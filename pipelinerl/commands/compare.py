@@ -36,21 +36,21 @@ from pipelinerl.run_dir import RunDir, read_json, recipe_changes_of, trainer_sta
 from pipelinerl.run_summary import HELDOUT_KEYS, RunTotals, leaves, summary_from_metrics
 
 MOST_RUNS, MOST_PROBLEMS, _POINTS, _MOST_TEXT, _CELL, _ROWS = 12, 8, 300, 2000, 36, 20
-"""Limits of the page: runs, which colour and dash can tell apart, problems, points of a curve, characters of a field. Limits of
+"""Limits of the page: runs (colours and dashes distinguish 12), problems, points of a curve, characters of a field. Limits of
 the terminal: characters of a cell, differing fields."""
 CURVES = ("heldout_accuracy", "reward_mean", "completion_tokens_mean", "lag.mean", "ess", "entropy", "grad_norm")
 """Figures with a chart; `a.b` is key b of object a."""
 _TOTALS = {"Sequences trained": ("sequences.trained", 0), "Mean lag": ("lag.mean", 2), "Mean ESS": ("ess.mean", 3)}
 """Key in a summary and number of decimals, by label."""
 _MEASURES = ("modules/", "task.", "tasks", "reward.", "evaluation.sets", "evaluation.temperature")
-"""Fields and facts that decide what rewards and accuracies mean."""
+"""Beginnings of fields and facts. If one of these differs between runs, rewards and accuracies are hardly comparable."""
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run as its folder shows it. `fields`: of the recipe, and other facts, by dotted name. `rows`: see `rows_of`. `results`:
-    texts by label. `accuracies`: the last ones with their 95 % intervals. `changes`: of the recipe, when it was resumed."""
+    """A run, read from its folder. `fields`: the recipe's fields and other facts, by dotted name. `rows`: see `rows_of`.
+    `results`: texts by label. `accuracies`: the last ones with their 95 % intervals, by label. `changes`: of the recipe."""
 
     name: str
     fields: Record
@@ -62,7 +62,7 @@ class ComparedRun:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Write the page, or the CSV, or both. Raises `FieldError` if fewer than two runs, or a run twice, are given."""
+    """Write the page, the CSV, or both. Raises `FieldError` for fewer than two runs, a repeated run, or too many for a page."""
     folders: dict[Path, Path] = {}
     for folder in args.runs:
         if folders.setdefault(folder.resolve(), folder) is not folder:
@@ -88,7 +88,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def read_run(folder: Path, name: str) -> ComparedRun:
-    """Return what the folder of a run holds. Raises `UserError` if it is not a run's, or its recipe cannot be read."""
+    """Return the run in a folder. Raises `UserError` if the folder is not a run's, or if the recipe there cannot be read."""
     run_dir = RunDir(folder, "")
     try:
         records = records_in(folder, recipe_of_run(run_dir.recipe), is_running=bool(living_names(run_dir)))
@@ -111,7 +111,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
 
 
 def _facts(run_dir: RunDir, fields: Record) -> dict[str, Any]:
-    """Return other facts that may explain a difference, by name, such as hashes of data files and of modules (not of tests)."""
+    """Return facts outside the recipe that may explain a difference, by name: hashes of data files and modules, for example."""
     placement, scaled = read_json(run_dir.placement), read_json(run_dir.scale)
     facts = {"(actors, scaled)": scaled["actors"]} if "actors" in scaled else {}
     with suppress(*_DAMAGED):
@@ -156,7 +156,7 @@ def results_of(records: RunRecords, steps: Mapping[int, Record]) -> dict[str, st
 
 
 def rows_of(steps: Mapping[int, Record], evaluations: Mapping[int, Record]) -> list[dict[str, Any]]:
-    """Return a row for each version: `step`, `seconds`, `version`, and each numeric figure by name (`a.b` for b in figure a).
+    """Return a row for each version: `step`, `seconds`, `version`, and each numeric figure by name (`a.b`: key b of figure a).
     An evaluation is in the row of the version that it measured."""
     keys, rows = [one.key for one in FIGURES if one.key not in ("step", "policy_version", "time_s", "heldout_version")], []
     for version in sorted(steps.keys() | evaluations.keys()):
@@ -190,7 +190,7 @@ def differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
 
 
 def notes(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return what decides whether a comparison is fair: different tasks, intervals that overlap, recipes that changed."""
+    """Return remarks on the comparison: tasks that differ, intervals that do or do not overlap, recipes that changed."""
     fields = [field for field, _ in differences(runs) if field.startswith(_MEASURES) and "heldout_problems" not in field]
     differing = [one for one in fields if len({run.fields.get(f"(content of {one})", run.name) for run in runs}) > 1]
     named, lettered = ", ".join(differing[:4]) + (", …" if differing[4:] else ""), list(zip(LETTERS, runs, strict=False))
@@ -202,7 +202,7 @@ def notes(runs: Sequence[ComparedRun]) -> list[str]:
         if equal:
             known = {run.fields.get("task.name"): run.fields.get("task.heldout_problems") for run in runs}
             count = known.get(label.removeprefix("Held-out accuracy, "), "all")
-            told.append(f"{label}: {'; '.join(equal)} are equal on {count} held-out problems.")
+            told.append(f"{label}: {'; '.join(equal)} have the same accuracy on {count} held-out problems.")
         if overlap:
             told.append(f"{label}: the 95 % intervals of {'; '.join(overlap)} overlap, so the difference may be chance.")
         elif pairs and not equal:
@@ -218,8 +218,8 @@ def curve(rows: Sequence[dict[str, Any]], key: str) -> list[list[float]]:
 
 
 def problems(runs: Sequence[ComparedRun]) -> list[list[tuple[int, dict[str, Any]]]]:
-    """Return the samples of up to `MOST_PROBLEMS` prompts that several runs recorded, held-out ones first: for each prompt, the
-    positions of its runs and their newest samples."""
+    """Return the samples of up to `MOST_PROBLEMS` prompts that several runs recorded: for each prompt, the positions of its
+    runs and their newest samples. Prompts of the most runs come first, and among these the held-out ones."""
     by_prompt: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for position, run in enumerate(runs):
         for sample in run.samples:
@@ -233,7 +233,7 @@ def problems(runs: Sequence[ComparedRun]) -> list[list[tuple[int, dict[str, Any]
 
 
 def _as_text(compared: Mapping[str, Any]) -> str:
-    """Return the names, the first differing fields, the results, and the notes."""
+    """Return the comparison for a terminal: names, the first differing fields, results, and notes."""
     names, fields = compared["runs"], compared["differences"]
     letters, blank = LETTERS[: len(names)], [""] * len(names)
     more = [(f"({len(fields) - _ROWS} more fields)", blank)] if len(fields) > _ROWS else []
@@ -244,8 +244,8 @@ def _as_text(compared: Mapping[str, Any]) -> str:
 
 
 def _write(path: Path, option: str, text: str) -> None:
-    """Write a file that only its owner can read, like the folder of a run; `-` is the standard output. A device or a pipe, such
-    as /dev/null, is not replaced by a file."""
+    """Write a file that only its owner can read, like the folder of a run. A device or pipe, such as /dev/null, is written to
+    and not replaced; `-` is the standard output."""
     if str(path) in ("-", "/dev/stdout"):
         sys.stdout.write(text)
         return

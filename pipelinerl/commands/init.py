@@ -34,7 +34,7 @@ _MINUTES = {"arithmetic": 2, "repeated-addition": 1, "calculator": 5, "guess": 7
 _PROCESSES_GIB = 3.0
 """Memory of the processes of a run on CPUs, in addition to the states of training, the engine's weights and its KV cache."""
 _EPISODE_GIB = 0.011
-"""Memory of the two processes of an episode."""
+"""Memory of the two processes that run an episode."""
 
 
 def recipes(args: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def recipes(args: argparse.Namespace) -> int:
 
 def needs(recipe: Recipe) -> dict[str, Any]:
     """Return what a recipe needs: `device` (cpu or gpu), model, `parameters`, `dtype`, memory in GiB, and minutes on two CPU
-    cores or None. For a GPU recipe, memory for activations and the KV cache comes on top. Pure, except for local files."""
+    cores or None. A GPU recipe needs more memory, for activations and the KV cache. The function reads only local files."""
     model = model_of(recipe, None)
     on_cpu = recipe.model.dtype == "float32"
     trainer, actor = state_bytes(recipe, model) / GIB, engine_bytes(recipe, model) / GIB
@@ -79,12 +79,12 @@ def needs(recipe: Recipe) -> dict[str, Any]:
 
 TEMPLATES = Path(pipelinerl.__file__).parent / "templates"
 _NAME = "my-task"
-"""Placeholder in the templates for the recipe's name and the folder. Also the name if the folder gives none."""
+"""Placeholder in the templates for the recipe's name and the folder. It is also the name if the folder's name yields none."""
 _QUESTIONS = ("question", "prompt", "problem", "query", "instruction", "input", "messages")
 _ANSWERS = ("answer", "reference", "solution", "output", "response", "target", "label")
 _MOST_HELDOUT = 64
 _FINAL = (r"####\s*(.+)", r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-"""Patterns of the final answer in a worked solution, as in GSM8K and in MATH. Braces may be nested twice."""
+"""Patterns of the final answer in a worked solution, as in GSM8K and in MATH. Within the box, braces may be nested twice."""
 
 
 def init(args: argparse.Namespace) -> int:
@@ -106,7 +106,7 @@ def init(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(path for path in template.iterdir() if path.is_file()):
             text, changed = file.read_text(encoding="utf-8"), changes.get(file.name, {})
-            parts = re.split(f"({'|'.join(changed)})", text)  # in one pass, because a column may be called ANSWER
+            parts = re.split(f"({'|'.join(changed)})", text)  # in one pass: a column may be called ANSWER
             (folder / file.name).write_text("".join(changed.get(part, part) for part in parts), encoding="utf-8")
         if words:
             shutil.copy(args.data, folder)
@@ -118,8 +118,8 @@ def init(args: argparse.Namespace) -> int:
 
 
 def data_words(data: Path, question: str | None, answer: str | None) -> dict[str, str]:
-    """Return the replacements, by placeholder, that fit the recipe of the template `data` to a file of questions. Columns that
-    are not given are recognised by common names. If all answers are worked solutions, the recipe extracts the final ones.
+    """Return the texts that replace placeholders in the template `data`, for a file of questions. Columns that are not given
+    are recognised by common names. If all answers are worked solutions, the recipe extracts the final answers.
     Raises `FieldError`, or `UserError` for a file that a run could not use."""
     if not data.is_file():
         raise FieldError("--data", str(data), f"there is no file at {data.absolute()}; name an existing one")
@@ -137,7 +137,7 @@ def data_words(data: Path, question: str | None, answer: str | None) -> dict[str
         template = f"{{{asked}}}\n{{{inputs[0]}}}" if inputs and asked.lower() == "instruction" and not question else ""
         task = task.model_copy(update={"prompt_field": asked, "answer_field": wanted, "prompt_template": template})
     try:
-        problems = FileSource(task, seed=0).problems  # of rows that a run can use
+        problems = FileSource(task, seed=0).problems  # from the rows that a run can use
     except FieldError as error:
         raise FieldError("--data", str(data), f"{error.fix} (at least 2 are needed: 1 to measure the accuracy)") from error
     answers = [str(one.reference.get("answer", "")) for one in problems]
@@ -158,4 +158,4 @@ def _column(option: str, given: str | None, row: Values, usual: tuple[str, ...])
     if found := given or next((known[name] for name in usual if name in known), None):
         return found
     where = "; the first line of a CSV file names the columns"
-    raise UserError(f"{option} is missing: no column is called {one_of(usual)}; name the column, {one_of(columns)}{where}")
+    raise UserError(f"{option} is missing: no column is called {one_of(usual)}; give {one_of(columns)}{where}")

@@ -65,7 +65,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def size_of(text: str, option: str = "--parameters") -> float:
-    """Return the number of parameters in a text such as `7.6B`. Raises `FieldError` on `option`."""
+    """Return the number of parameters in a text such as `7.6B`. Raises `FieldError`, which names `option`."""
     found = _SIZE.fullmatch(text)
     if not found or not 0 < float(found[1]) < math.inf:
         raise FieldError(option, text, "give a number with M, B or T, such as 7.6B")
@@ -90,9 +90,9 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
 
 
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
-    """Return the completion lengths in the second half of a run, and their source. They include dropped completions, and come
-    from metrics.jsonl, which counts completions by power-of-two bucket. Lengths within a bucket are distributed as in
-    samples.jsonl, or else evenly. Raises `FieldError`."""
+    """Return the lengths of all completions in the second half of a run, dropped ones too, and their source. metrics.jsonl
+    counts completions by power-of-two bucket. Within a bucket, lengths are distributed as in samples.jsonl, or evenly if it
+    has none there. Raises `FieldError`."""
     if not run_dir.is_dir():
         fix = "is neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, separated by commas) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)
@@ -110,7 +110,7 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FieldError("--lengths", str(run_dir), f"holds invalid records of a run ({error}); give bars") from None
     if not any(counts.values()):
-        raise FieldError("--lengths", str(run_dir), "its metrics.jsonl has no step with ended_by_length; give bars")
+        raise FieldError("--lengths", str(run_dir), "its metrics.jsonl has no completion lengths (ended_by_length); give bars")
     bars: list[tuple[int, int, float]] = []
     for bucket, count in counts.items():
         first = 1 if bucket == length_bucket(1) else bucket // 2 + 1
@@ -158,7 +158,7 @@ def outline(plan: Plan, source: str, model: Model) -> list[tuple[str, str]]:
         if stale >= 0.001 * played.finished_by_length[bucket]
     ]
     by_length = f" ({', '.join(shares)})" if shares else ""
-    # Of `pipelinerl run`. On a cluster, the chart sets these numbers.
+    # Options of `pipelinerl run`. On a cluster, the chart sets these numbers.
     options = f"--set actor.count={split.num_generators} --set actor.sequences_in_progress={split.sequences_in_progress}"
     lag, batch_s = lag_summary(played.lag_histogram), played.duration / played.steps
     conventional, per_actor = plan.conventional / plan.rate, counted(machine.per_actor, "accelerator")

@@ -111,7 +111,7 @@ def resume(
     and notes for the user. Raises `UserError`, and changes nothing, if the run cannot continue."""
     old = loading.read_recipe(run_dir.recipe)
     for field in read_json(run_dir.placement).get("automatic") or []:
-        loading.set_value(old, field.split("."), "auto")  # A placement replaced it by a number.
+        loading.set_value(old, field.split("."), "auto")  # A placement had replaced it with a number.
     if not recipe:
         loading.recipe_of_run(run_dir.recipe)  # Problems of the file are reported before those of the overrides.
     new = loading.load_recipe(recipe, overrides) if recipe else loading.recipe_from_data(old, str(run_dir.recipe), overrides)
@@ -136,7 +136,7 @@ def resume(
         stale.unlink(missing_ok=True)
     asked = any(text.partition("=")[0].strip() == "actor.count" for text in overrides)
     if asked or any(change.field == "actor.count" for change in changes):
-        run_dir.scale.unlink(missing_ok=True)  # It holds the number that `pipelinerl scale` set.
+        run_dir.scale.unlink(missing_ok=True)  # The new number replaces that of `pipelinerl scale`.
     begins = "there is no checkpoint; the run starts again from version 0"
     goes_on = f"continues from the checkpoint of version {version}"
     notes = [f"{run_dir.name}: {begins if version is None else goes_on}", *(f"recipe changed: {one}" for one in changes)]
@@ -200,7 +200,7 @@ def cache(args: argparse.Namespace) -> int:
             try:
                 shutil.rmtree(kept[name])
                 if name == COMPILED:
-                    kept[name].mkdir()  # Engines of a run that is running need the folder.
+                    kept[name].mkdir()  # Engines of a run in progress need the folder.
             except OSError as error:
                 raise FieldError("--clear", name, f"cannot be removed: {error.strerror}") from error
         print(f"{'removed  ' if args.clear is not None else ''}{size / 2**20:9,.1f} MiB  {built}  {name}")

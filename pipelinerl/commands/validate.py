@@ -1,5 +1,5 @@
 """`pipelinerl validate RECIPE` lists everything that is wrong with a recipe. `pipelinerl doctor RECIPE|RUN` lists the reasons
-why a recipe will not learn or a run does not learn, the cause first. Both call rewards on trial, and change nothing.
+why a recipe will not learn or a run does not learn, the cause first. For a recipe, both call rewards on trial. Nothing changes.
 
 A recipe for a cluster can be checked on a laptop. Things that this machine lacks, such as a GPU, are listed, but the recipe
 still counts as valid. With `--gpu-memory`, `validate` also adds up the memory that is needed.
@@ -201,7 +201,7 @@ def gib_of(text: str) -> float:
 def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldError]:
     """Yield a problem for each size in the chart's values that is too small for the recipe's model: the trainer's volume, the
     weight log in NATS, and the memory of rank 0's pod (docs/training.md). If neither the model's files nor its name on the hub
-    tell its size, the volume only needs a size. (A number in a path may mean anything.)"""
+    tell its size, the check only requires that the volume has a size. (A number in a path may mean anything.)"""
     trainer, log_gib, model = values["trainer"], values["nats"]["weightsMaxGib"], None
     size = None if trainer["persistence"].get("existingClaim") else trainer["persistence"]["size"]
     with suppress(FieldError):
@@ -216,18 +216,18 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
         why = f"the model, {keep} checkpoints of {each / 1e9:,.0f} GB (checkpoint.keep) and the next one need"
         yield FieldError("trainer.persistence.size", size, f"{why} {needed / GIB:,.0f}Gi; enlarge it, or keep fewer")
     if recipe.weights.log_place == NATS and (least := 3 * model.weights_bytes) > log_gib * GIB:
-        fix = f"cannot hold the three whole versions that the weight log keeps; give at least {least / GIB:,.0f}, enlarge"
+        fix = f"cannot hold the three whole versions that the weight log keeps; give at least {least / GIB:,.0f}, and enlarge"
         yield FieldError("nats.weightsMaxGib", log_gib, f"{fix} nats.persistence.size, or set another recipe.set.weights.log")
     limit = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
     export, copies = model.weights_bytes / GIB, snapshot_gib(recipe, model)[1]
     needed_gib = export + (each / GIB - export) / trainer["nodes"] + copies
     if limit is not None and needed_gib * GIB > checks.quantity(limit):
-        fix = f"cannot hold copies of the weights to send ({copies:,.0f}Gi), with those of weights.log, and a checkpoint"
+        fix = f"cannot hold a checkpoint and copies of the weights, for sending and for weights.log ({copies:,.0f}Gi)"
         yield FieldError("trainer.resources.limits.memory", limit, f"{fix}; give more than {needed_gib:,.0f}Gi")
 
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
-    """Return the recipe's model with its number of `parameters`; None: read it from its files or name. Raises `FieldError`."""
+    """Return the recipe's model. If `parameters`, such as `7.6B`, is None, its files or name give them. Raises `FieldError`."""
     name, size = recipe.model.name or recipe.model.source, size_of(parameters) if parameters is not None else 0
     if not (size := size or known_parameters(recipe.model)):
         parts = [part for part in name.split("/") if _SIZE_IN_NAME.search(part)]  # the last one is the closest to the model

@@ -1,7 +1,7 @@
 """Findings of the doctor, and rules that make them. Pure.
 
-A family of rules is a generator of findings over a view: a problem set of a recipe, or the records of a run. Its docstring
-lists its rules in the order of causes, with page, meaning and threshold. To add a rule, add it there and yield what it finds.
+A family of rules is a generator function: it examines a problem set of a recipe or the records of a run, and yields findings.
+Its docstring lists its rules in the order of causes, with page, meaning and threshold. A new rule needs an entry there.
 Wrong accusations are worse than silence, so thresholds leave room, and rules wait for enough steps.
 """
 
@@ -29,7 +29,7 @@ GRAVITIES: tuple[Gravity, ...] = ("grave", "warning", "note")
 class Finding:
     """What a rule found. `evidence` holds the figures, `field` names the setting to change, and `fix` says what to do about it.
     `sample` is a line of samples.jsonl that shows the problem. `apply` adds the rule's page as `docs`, the rule's meaning if
-    the finding has none, and a number's present value to `fix`."""
+    the finding has none, and the present value of a numeric field at the beginning of `fix`."""
 
     id: str
     gravity: Gravity
@@ -67,7 +67,7 @@ def rules_of(*families: Family) -> dict[str, Rule]:
 
 
 def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
-    """Return what each rule finds first in the views, ranked. Each view has a recipe."""
+    """Return the first finding of each rule in the views, ranked. Each view has an attribute `recipe`."""
     found = list[Finding]()
     for family in families:
         first = {one.id: one for view in reversed(views) for one in reversed([*_readable(family, view)])}
@@ -88,7 +88,7 @@ def _readable(family: Family, view: Any) -> Findings:
 
 
 def _now(recipe: Recipe, field: str) -> str:
-    """Return the beginning of a fix that tells the present value of a field; empty if it is no number."""
+    """Return the present value of a field as the beginning of a fix; empty if the value is no number."""
     with suppress(AttributeError, LookupError):
         if isinstance(value := value_at(recipe, field), int | float):
             return f"is {value:,}; " if isinstance(value, int) else f"is {value:g}; "
@@ -96,19 +96,19 @@ def _now(recipe: Recipe, field: str) -> str:
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings by gravity, and else in the given order. Rules are listed in the order of causes, so that the first
-    finding explains those after it: lost data, then lengths, answers, rewards, numerics, the policy, and last speed."""
+    """Return the findings by gravity; those of equal gravity keep their order. Rules are listed in the order of causes, so the
+    first finding explains later ones: lost data, lengths, answers, rewards, numerics, the policy, speed."""
     return sorted(findings, key=lambda one: GRAVITIES.index(one.gravity))
 
 
 def worse(value: float, grave: float) -> Gravity:
-    """Return `grave` if the value reaches that bound, else `warning`."""
+    """Return the gravity: "grave" if the value is at least the bound `grave`, else "warning"."""
     return "grave" if value >= grave else "warning"
 
 
 def found(*rows: tuple[Any, ...]) -> Findings:
-    """Yield the findings of the rows whose condition holds. A row has an id, the condition, `note` or whether it is grave
-    instead of a warning, and then, as in `Finding`, evidence, field, fix and perhaps a sample."""
+    """Yield the findings of the rows whose condition holds. A row has an id, the condition, and a gravity: `note`, or true for
+    grave, or false for a warning. Evidence, field, fix and perhaps a sample follow, as in `Finding`."""
     for id_, is_found, gravity, *told in rows:
         if is_found:
             yield Finding(id_, "note" if gravity == "note" else worse(gravity, 1), *told)

@@ -10,21 +10,21 @@ from pipelinerl.doctor.run_records import RunRecords, number_at, numbers_in
 from pipelinerl.rl.groups import CUTTING, LAG_BUCKETS, MOST_CUT
 
 _MOST_KL = {"float32": 1e-3, "bfloat16": 0.05}
-"""Nats per token between actor and trainer at lag 0. Rounding gives 1e-9 in float32 and about 1e-3 in 16 bits."""
+"""Usual limit of the KL between actor and trainer at lag 0, nats. Rounding gives 1e-9 in float32 and about 1e-3 in 16 bits."""
 
 
 def numerics(run: RunRecords) -> Findings:
     """Examine probabilities, importance weights and gradients.
 
     engine-differs (weight-updates.md#the-parity-probe): Actors and trainer compute different probabilities of the same policy:
-        a parity probe failed (grave from 3), or the median KL is 0.001 nats, or 0.05 in 16 bits (grave from ten times that), in
-        steps whose sequences have no KV cache of an older policy.
+        an answer failed the parity probe (grave from 3); or the median mismatch_kl is 0.001 nats, or 0.05 in 16 bits (grave
+        from ten times that). Steps with sequences of several versions do not count.
     ess-low (learning.md#lag-and-ess): Importance weights vary so much that few tokens count: the ESS is below 0.5. If it is
         above 0.8 at the smallest lag, lag is the cause.
-    tokens-cut (learning.md#masks): The loss leaves many tokens out: a mask takes half of them (grave from 95 %), or clipping
-        takes a quarter in the last steps (grave from 75 %).
+    tokens-cut (learning.md#masks): The loss leaves many tokens out: a mask removes half of them (grave from 95 %), or the loss
+        clips a quarter in the last steps (grave from 75 %).
     gradient-clipped (learning.md#the-optimizer): Gradients are clipped, so that steps differ only in direction: in 9 of 10
-        steps, to less than a fifth of the mean norm.
+        steps, to a bound below a fifth of the mean norm.
     policy-unmoved (learning.md#learning-rate): Steps hardly change the policy: in float32, no |log weight| reaches 0.002
         although the lag is above 0 (a policy that learns exceeds 0.01); or every gradient has a norm under 1e-6.
     """
@@ -43,38 +43,39 @@ def numerics(run: RunRecords) -> Findings:
     moved = numbers_in(after, "log_weight_abs_max") if run.recipe.model.dtype == "float32" else []
     is_still = (len(moved) >= 3 and max(moved) < 2e-3) or max(run.values("grad_norm"), default=1) < 1e-6
     yield from found(
-        ("engine-differs", failures, failures >= 3, f"{failures:.0f} probe answers, largest difference {difference:.2g} nats",
-         "weights.probe_tolerance", "compare versions and dtypes of actors and trainer; raise it if 16 bits explain it"),
+        ("engine-differs", failures, failures >= 3, f"{failures:.0f} probe answers fail, by up to {difference:.2g} nats",
+         "weights.probe_tolerance", "compare versions and dtypes of actors and trainer; raise it if rounding is the cause"),
         ("engine-differs", kl >= most, kl >= 10 * most, f"mismatch_kl {kl:.2g} nats", "algorithm.mask",
-         "use icepop, and float32 for model.head_dtype, or no actor.engine.quantization"),
+         "use icepop; also set model.head_dtype: float32, or leave out actor.engine.quantization"),
         ("ess-low", ess < 0.5, False, ", ".join([f"{ess:.2g}", *(f"{value:.2g} at lag {at}" for at, value in by_lag.items())]),
          field, fix),
-        ("tokens-cut", masked >= 0.5, masked >= 0.95, f"the mask takes {percent(masked)}", "algorithm.mask_low",
-         f"widen it, mask_high ({algorithm.mask_high:g}) and mask_kl ({algorithm.mask_kl:g})"),
+        ("tokens-cut", masked >= 0.5, masked >= 0.95, f"the mask removes {percent(masked)}", "algorithm.mask_low",
+         f"lower it, or raise mask_high ({algorithm.mask_high:g}) or mask_kl ({algorithm.mask_kl:g})"),
         ("tokens-cut", clipped > MOST_CUT and algorithm.loss in CUTTING, clipped >= 0.75, f"{percent(clipped)} are clipped",
-         "algorithm.clip_low", f"widen it and clip_high ({algorithm.clip_high:g}), or lower max_lag or the learning rate"),
-        ("gradient-clipped", share >= 0.9 and norm > 5 * bound, False, f"{percent(share)} of the steps, to {bound:.3g}",
+         "algorithm.clip_low", f"raise it and clip_high ({algorithm.clip_high:g}), or lower max_lag or the learning rate"),
+        ("gradient-clipped", share >= 0.9 and norm > 5 * bound, False, f"{percent(share)} of steps, to norm {bound:.3g}",
          "trainer.max_grad_norm", f"raise it to about the mean norm, {norm:.3g}"),
-        ("policy-unmoved", is_still and run.has_signal, True, f"|log weight| {max(moved, default=0):.1g}, norm {norm:.1g}",
-         "trainer.learning_rate", "raise it tenfold until log_weight_abs_max exceeds 0.01"),
+        ("policy-unmoved", is_still and run.has_signal, True,
+         f"largest |log weight| {max(moved, default=0):.1g}, mean gradient norm {norm:.1g}", "trainer.learning_rate",
+         "raise it tenfold until log_weight_abs_max exceeds 0.01"),
     )  # fmt: skip
 
 
 def policy(run: RunRecords) -> Findings:
     """Examine whether the policy becomes worse.
 
-    kl-grows (learning.md#losses): The policy has left the initial one far behind: the KL exceeds 1 nat per token and ten times
-        its first value, without a gain.
-    entropy-explodes (learning.md#losses): The policy becomes random: the entropy exceeds 1 nat and twice its first value,
-        without a gain; grave if the reward has collapsed.
+    kl-grows (learning.md#losses): The policy has moved far from the initial one: the KL exceeds 1 nat per token and ten times
+        its first value, in a run that has not learned.
+    entropy-explodes (learning.md#losses): The policy becomes random: the entropy exceeds 1 nat and twice its first value, in a
+        run that has not learned; grave if the reward has collapsed.
     policy-collapsed (learning.md#learning-rate): The reward has fallen far below its start: it is under half of its first
-        value, by 3 standard errors.
+        value, and fell by 3 standard errors.
     entropy-collapsed (learning.md#losses): The policy has become certain without having learned: the entropy is below a
-        twentieth of its first value, without a gain.
-    heldout-apart (recipes.md#evaluation): Held-out answers do not follow the training ones: the 95 % interval of the last
-        accuracy lies below that of the first, or below a third of the share that is right in training.
-    heldout-unanswered (recipes.md#evaluation): Held-out problems stay unanswered: half of the answers of an evaluation, or no
-        evaluation has ended.
+        twentieth of its first value, and the reward below 0.9 of its maximum.
+    heldout-apart (recipes.md#evaluation): Held-out accuracy falls behind training: the 95 % interval of the last accuracy lies
+        below that of the first, or below a third of the share of right answers in training.
+    heldout-unanswered (recipes.md#evaluation): Held-out problems stay unanswered: an evaluation lacks half of its answers, or
+        no evaluation has ended.
     """
     algorithm, rate, best = run.recipe.algorithm, run.recipe.trainer.learning_rate, run.first_task.reward.correct
     kls, entropies, rewards = ((run.early(key), run.late(key)) for key in ("reference_kl", "entropy", "reward_mean"))
@@ -92,11 +93,11 @@ def policy(run: RunRecords) -> Findings:
         ("entropy-explodes", is_useless and late > max(1, 2 * early), run.has_collapsed, told,
          "algorithm.entropy_coefficient" if algorithm.entropy_coefficient else "trainer.learning_rate", "lower it tenfold"),
         ("policy-collapsed", run.has_collapsed, True, f"reward {rewards[0]:.3g} -> {rewards[1]:.3g}", "trainer.learning_rate",
-         "lower it tenfold, from an earlier checkpoint"),
+         "lower it tenfold, and continue from an earlier checkpoint"),
         ("entropy-collapsed", is_useless and early > 0.01 and late < early / 20 and rewards[1] < 0.9 * best, False, told,
          "algorithm.entropy_coefficient", "use 0.001, a lower trainer.learning_rate, or a higher algorithm.clip_high"),
-        ("heldout-apart", is_apart, False, f"at most {highs[-1] if highs else 0:.2g}, {percent(right)} right in training",
-         "evaluation", "compare prompts, rewards and lengths of held-out samples; else stop earlier, or add problems"),
+        ("heldout-apart", is_apart, False, f"held-out at most {highs[-1] if highs else 0:.2g}, training {right:.2g}",
+         "evaluation", "compare held-out with other samples (prompt, reward, length); else stop earlier, or add problems"),
         ("heldout-unanswered", unanswered >= asked / 2 or is_blind, False,
          "no answer came in time" if is_blind else f"{unanswered} of {asked} answers are missing in an evaluation",
          "evaluation.timeout_s", "raise it, or hold out fewer problems"),
@@ -106,16 +107,16 @@ def policy(run: RunRecords) -> Findings:
 def speed(run: RunRecords) -> Findings:
     """Examine which part of the run keeps the others waiting.
 
-    bottleneck (training.md#reading-the-figures): One part keeps the others waiting: the lag limit holds half of the steps; the
-        mean lag is above 4 and above the largest predicted one; weight updates take 20 % of the time; or the trainer waits for
-        half of it, or computes for 90 % while actors are busy for less than half.
+    bottleneck (training.md#reading-the-figures): One part keeps the others waiting: max_lag is too small in half of the steps;
+        the mean lag exceeds 4 and the predicted largest lag; weight updates take 20 % of the time; the trainer waits for half
+        of the time; or it computes for 90 % of it while actors are busy for less than half.
     """
     actor, busy, lag, predicted = run.recipe.actor, *map(run.late, ("actor_busy_fraction", "lag.mean", "largest_lag"))
     total, *seconds = (run.late(f"step_s.{one}") for one in ("total", "wait", "compute", "send", "snapshot"))
     waits, computes, sends, copies = (one / (total or math.nan) for one in seconds)
     more = max(actor.number + 1, round(actor.number / max(0.1, 1 - waits)))
     slow = ("trainer.nproc", "give the trainer more GPUs, and actors fewer")
-    if run.recipe.model.dtype == "float32":  # on CPUs, which actors and trainer share
+    if run.recipe.model.dtype == "float32":  # such runs use CPUs, which actors and trainer share
         slow = ("sampling.max_tokens", "on a CPU, lower it, or use a smaller model.name")
     causes = (
         (run.late("max_lag_too_small") >= 0.5, "The lag limit keeps the trainer waiting", "bound by lag", "algorithm.max_lag",
@@ -130,7 +131,7 @@ def speed(run: RunRecords) -> Findings:
          "verifier-bound", "reward.scorer", "add verifier workers or make the reward faster; pipelinerl validate times a call"),
         (computes >= 0.9 and busy < 0.5, "The trainer keeps the actors waiting", "trainer-bound", *slow),
     )  # fmt: skip
-    told = f"waits {percent(waits)}, computes {percent(computes)}, sends {percent(sends)}; actors busy {percent(busy)}"
+    told = f"trainer waits {percent(waits)}, computes {percent(computes)}, sends {percent(sends)}; actors busy {percent(busy)}"
     for is_cause, meaning, kind, field, fix in causes:
         if is_cause and run.is_long and run.recipe.mode == "pipeline":
             yield Finding("bottleneck", "note", f"{kind}: {told}", field, fix, meaning=meaning)

@@ -15,7 +15,7 @@ from pipelinerl.tasks.final_answer import bare_answer, final_answer, occurs
 _NO_ANSWERS = ("json_schema", "regex", "judge", "code")
 """Scorers whose reference is not a right answer."""
 _DEAD, _FEW = 0.95, 0.75
-"""Share of the groups with equal rewards that leaves no signal, or a quarter of it."""
+"""Shares of groups with equal rewards: at the first, no signal is left, and at the second, a quarter of it."""
 
 
 def _last(samples: Sequence[Record], kind: Callable[[Record], bool] = bool) -> Record | None:
@@ -23,7 +23,7 @@ def _last(samples: Sequence[Record], kind: Callable[[Record], bool] = bool) -> R
 
 
 def _share(samples: Sequence[Record], least: int, kind: Callable[[Record], bool]) -> float:
-    """Return the share of a kind of samples; 0 if there are fewer than `least`."""
+    """Return the share of the samples that are of a kind; 0 if there are fewer than `least` samples."""
     return fmean(map(kind, samples)) if len(samples) >= least else 0.0
 
 
@@ -39,7 +39,7 @@ def _right(sample: Record) -> bool:
 
 
 def _earned(samples: Iterable[Record]) -> list[float]:
-    """Return the answer terms of samples with a reward, or the reward if it has no such term."""
+    """Return what each sample with a reward earned for its answer: the sum of the answer terms or, without any, the reward."""
     terms = [({n: v for n, v in (one.get("terms") or {}).items() if n.partition(".")[0] == "answer"}, one) for one in samples]
     return [sum(of.values()) if of else one["reward"] for of, one in terms if number_at(one, "reward") is not None]
 
@@ -68,16 +68,16 @@ def lengths(run: RunRecords) -> Findings:
     """Examine whether completions are language, end, and differ.
 
     model-broken (learning.md#log-probabilities): The model does not write language before any training: in the first 3 steps,
-        half of at least 4 completions repeat one token, or the entropy exceeds 4 nats at a temperature of at most 1.5 (text has
-        1 to 3).
+        half of at least 4 completions consist mostly of one token, or the entropy exceeds 4 nats (text has 1 to 3) at a
+        temperature of at most 1.5.
     completions-empty (recipes.md#chat-templates): Completions end before they say anything: half of at least 8 samples are
         blank.
     turns-continued (recipes.md#chat-templates): Completions go on with the next turn of the conversation, because nothing ends
         them: in half of at least 8 samples, in a run that has not learned.
-    all-cut (learning.md#truncated-completions): Completions are cut at their length limit: 50 % of them, in a run that has not
-        learned or in its last quarter; grave from 90 % if rewards are equal, or if the loss leaves cut completions out.
-    think-unclosed (recipes.md#chat-templates): Reasoning is opened and never closed: in half of at least 8 samples, at a mean
-        reward below 0.5.
+    all-cut (learning.md#truncated-completions): Completions are cut at their length limit: 50 % of them, over all or the last
+        steps, in a run that has not learned; grave from 90 % if rewards are equal or the loss leaves cut completions out.
+    think-unclosed (recipes.md#chat-templates): Reasoning is opened and never closed: in half of at least 8 samples, while the
+        mean reward is below 0.5.
     completions-identical (learning.md#from-rewards-to-advantages): The completions of a group are all the same text: in 75 % of
         the groups of a run that has not learned; grave from 95 %, or if rewards are equal.
     """
@@ -87,8 +87,8 @@ def lengths(run: RunRecords) -> Findings:
     entropy = max(run.values("entropy", slice(3)), default=0.0) if temperature <= 1.5 else 0.0
     share = max(run.mean("truncated_fraction"), run.late("truncated_fraction"))
     shortest = min(one.max_tokens for one in run.recipe.mixture.values())
-    field, fix = "sampling.max_tokens", f"use {4 * limit} and a model.max_context to match, or ask for short answers"
-    if run.mean("completion_tokens_mean") < 0.9 * shortest * share:  # the context was full before
+    field, fix = "sampling.max_tokens", f"use {4 * limit} and a model.max_context that fits it, or ask for short answers"
+    if run.mean("completion_tokens_mean") < 0.9 * shortest * share:  # the context was full first
         field, fix = "model.max_context", f"raise it by {limit}, or shorten the prompts"
     needs_ends = run.first_task.reward.truncated == "mask" or not run.has_signal
     blank, turns, opened = (_share(samples, 8, kind) for kind in (_is_blank, _has_next_turn, _is_open))
@@ -97,7 +97,7 @@ def lengths(run: RunRecords) -> Findings:
     yield from found(
         ("model-broken", repeating >= 0.5 or entropy > 4, True,
          f"{percent(repeating)} of the first completions repeat one token; entropy {entropy:.2g} nats", "model.name",
-         "compare weights, tokenizer and dtype with those of another copy; generate a text with transformers",
+         "compare weights, tokenizer and dtype with another copy of the model; generate a text with transformers",
          next(iter(begun), None)),
         ("completions-empty", blank >= 0.5, True, f"{percent(blank)} of the samples", "model.chat_template",
          "look at the end of the sample's prompt, and at sampling.stop", _last(samples, _is_blank)),
@@ -117,19 +117,19 @@ def answers(run: RunRecords) -> Findings:
     """Examine whether rewards find answers, and compare them with references.
 
     answers-absent (recipes.md#rewards): The reward hardly ever finds an answer: in under 5 % of the completions; grave if
-        rewards are equal, or if the reference occurs in 5 %.
+        rewards are equal, or if 5 % of the completions contain the reference all the same.
     answers-misread (recipes.md#rewards): The reward takes another part of the completion as its answer: 20 % of at least 8
         samples end with the reference, but the answer that was found earns nothing.
     right-unrewarded (recipes.md#rewards): Answers that equal the reference, apart from a unit, earn no more than others: 80 %
-        of at least 4 earn nothing, or 10 earn no more than 10 others.
-    references-unrelated (recipes.md#tasks): Answers equal the reference of their own problem no more often than that of
-        another: within 2 standard errors, in 24 samples of a run that has not learned; grave with 5 different references.
+        of at least 4 earn nothing in a run that has not learned, or at least 10 earn no more than at least 10 others.
+    references-unrelated (recipes.md#tasks): Answers equal their own reference no more often than another problem's: within 2
+        standard errors, in at least 24 samples of a run that has not learned; grave with 5 different references.
     """
     samples, reward, compared = run.trained_samples, run.first_task.reward, _compared(run)
     if (absent := run.mean("answers_absent")) >= 0.95:
         form = r"\boxed{}" if reward.scorer == "math_boxed" else f"reward.answer_pattern = {reward.answer_pattern!r}"
         told = f"no answer found in {percent(absent)} of the completions"
-        field, fix = "task.instruction", f"ask for the form that {form} expects, and check template and stop texts"
+        field, fix = "task.instruction", f"ask for the form that {form} expects, and check chat template and stop texts"
         if is_missed := (missed := run.mean("answers_missed")) >= 0.05:
             told = f"{told}; {percent(missed)} contain the reference"
             field, fix = "reward.answer_pattern", f"completions do not have the form of {form}; change it, or ask for that form"
@@ -144,23 +144,23 @@ def answers(run: RunRecords) -> Findings:
 
     answered = [one for one in compared if one.get("answer")]
     if (share := _share(answered, 8, is_misread)) >= 0.2:
-        told, fix = f"{percent(share)} of the samples", "does not find the last answer; describe what stands around it"
+        told, fix = f"{percent(share)} of the samples", "does not find the last answer; add the text around it"
         gravity = worse(not run.has_learned, 1)
         yield Finding("answers-misread", gravity, told, "reward.answer_pattern", fix, _last(samples, is_misread))
     right, others = [one for one in compared if _right(one)], _earned(one for one in compared if not _right(one))
     if len(paid := _earned(right)) >= 4:
         spread = max([*paid, *others]) - min([*paid, *others])
         is_unpaid = fmean(one > 0 for one in paid) <= 0.2 and not run.has_learned
-        is_own = any(run.recipe.mixture[str(one["task"])].reward.is_function for one in right)  # it may want something else
+        is_own = any(run.recipe.mixture[str(one["task"])].reward.is_function for one in right)  # it may reward anything
         if is_unpaid or (min(len(paid), len(others)) >= 10 and fmean(paid) < fmean(others) + 0.1 * spread):
             means = fmean(paid), fmean(others or [0.0])
             told = f"{len(paid)} right answers earn {means[0]:.3g}, {len(others)} others {means[1]:.3g} on average"
-            fix = "does not compare answer and reference: try it by pipelinerl validate, and read the sample's reason"
+            fix = "does not compare answer and reference: try it with pipelinerl validate, and read the sample's reason"
             gravity = worse(not (is_own and run.has_signal), 1)
             yield Finding("right-unrewarded", gravity, told, "reward.scorer", fix, right[-1])
     given, references = ([bare_answer(str(one[key])) for one in answered] for key in ("answer", "reference"))
     counts, own, num = Counter(references), sum(map(operator.eq, given, references)), len(given)
-    chance = sum(counts[one] for one in given) / max(1, num)  # number of right answers after shuffling
+    chance = sum(counts[one] for one in given) / max(1, num)  # expected number of right answers after shuffling
     share = run.mean(f"reported.{run.first_task.name}.answer") / reward.correct
     is_chance = chance >= 0.5 and own < chance + 2 * chance**0.5
     if num >= 24 and len(counts) > 1 and is_chance and share < 1.2 * chance / num and run.is_stuck:
@@ -170,7 +170,7 @@ def answers(run: RunRecords) -> Findings:
 
 
 def rewards(run: RunRecords) -> Findings:
-    """Examine whether rewards tell better completions from worse.
+    """Examine whether rewards tell better completions from worse ones.
 
     groups-all-wrong (recipes.md#tasks): No answer of a group is right: in 75 % of the groups of a run that has not learned;
         grave from 95 % if rewards are equal.
@@ -179,28 +179,28 @@ def rewards(run: RunRecords) -> Findings:
     reward-constant (recipes.md#rewards): Rewards, or the marks of a judge, do not vary within groups: in 75 % of the groups of
         a run that has not learned; grave from 95 %.
     reward-plateau (recipes.md#rewards): The reward has risen and stopped below its maximum: rewards are equal in 75 % of the
-        last groups, and the last quarter earns under 0.9 of the maximum and gains under 0.05 of it on the quarter before.
+        last groups, and the last quarter earns under 0.9 of the maximum, and under 0.05 of it more than the quarter before.
     """
     last, reward, size = _last(run.trained_samples), run.first_task.reward, run.recipe.sampling.group_size
     is_stuck, is_judged, best = run.is_stuck, reward.scorer == "judge", reward.correct
     equal, wrong, right = map(run.mean, ("equal_reward_groups", "groups_all_wrong", "groups_all_right"))
     all_right, now_equal, earned = map(run.late, ("groups_all_right", "equal_reward_groups", "reward_mean"))
     samples = [one for one in run.trained_samples if one.get("reference")]
-    is_full = all_right >= _FEW and (len(samples) < 4 or any(map(_written, samples)))  # otherwise the reward is constant
+    is_full = all_right >= _FEW and (len(samples) < 4 or any(map(_written, samples)))  # else any text earns it
     values = ", ".join(f"{one:g}" for one in sorted(set(_earned(run.trained_samples)))[:4])
     before = fmean(run.values("reward_mean", slice(-2 * run.window, -run.window)) or [earned])
     is_flat = now_equal >= _FEW and earned < min(0.9 * best, before + 0.05 * best)
     yield from found(
         ("groups-all-wrong", wrong >= _FEW and is_stuck and not is_judged, wrong >= _DEAD and not run.has_signal,
          f"{percent(wrong)} of the groups", "task",
-         f"take problems that the model solves in 1 to {size - 1} of {size} tries, or larger groups; see the references", last),
+         f"check references; use problems that the model solves in 1 to {size - 1} of {size} tries, or larger groups", last),
         ("groups-all-right", is_full, "note" if run.has_learned or right < _FEW else right >= _DEAD,
          f"{percent(all_right)} of the last groups", "task",
          "take harder problems, or check whether the reward also accepts wrong answers", last),
         ("reward-constant", equal >= _FEW and is_stuck and not (equal < _DEAD and all_right >= 0.5), equal >= _DEAD,
          f"{percent(equal)} of the groups; rewards such as {values}",
          "reward.judge.template" if is_judged else "reward.scorer",
-         "ask for a graded mark by criteria, and check pattern and full_marks on an answer" if is_judged
+         "ask for marks on a scale, by criteria, and check pattern and full_marks on an answer" if is_judged
          else "check its arguments, what it compares, and what it returns by default", last),
         ("reward-plateau", is_flat and run.has_learned and run.recipe.algorithm.advantage != "value", False,
          f"reward {earned:.3g} of {best:g}; rewards are equal in {percent(now_equal)} of the last groups", "reward.scorer",
@@ -211,14 +211,14 @@ def rewards(run: RunRecords) -> Findings:
 def terms(run: RunRecords) -> Findings:
     """Examine the parts of the reward, the tasks of a mixture, and the length that rewards lead to.
 
-    term-dominates (recipes.md#rewards): A term other than the answer decides who is better: it has 80 % of the terms' spread
-        within groups, and answers earn less than 0.9; or it has most of the spread, and answers fall by 3 standard errors while
-        the reward rises; or format_weight earns 80 %, and the answer under 2 % (grave if rewards are equal).
-    format-never (recipes.md#rewards): The format term is never earned, so that it teaches nothing: in a run of 12 steps.
+    term-dominates (recipes.md#rewards): A term other than the answer decides which completion is better: it has 80 % of the
+        terms' spread within groups, and answers earn under 0.9; it has most of the spread, and answers earn less by 3 standard
+        errors while rewards rise; or the format earns 80 % of its weight, the answer under 2 % (grave if rewards are equal).
+    format-never (recipes.md#rewards): The format term is never earned, so that it teaches nothing: in at least 12 steps.
     task-starves (recipes.md#tasks): A task of the mixture gets too few sequences, or earns nothing: less than a quarter of its
         share, or a mean reward of 0.
     length-drifts (learning.md#normalisation): Completions grow or shrink while the reward does not rise: they reach 1.5 times
-        their first length, or a third of it, by 3 standard errors.
+        their first length, or a third of it, and the change is 3 standard errors.
     """
     reward, name, last = run.first_task.reward, f"reported.{run.first_task.name}", _last(run.trained_samples)
     form, right, forms = run.late(f"{name}.format"), run.late(f"{name}.answer"), run.values(f"{name}.format")
@@ -237,7 +237,7 @@ def terms(run: RunRecords) -> Findings:
          f"let {most} weigh less than the answer", last),
         ("format-never", run.is_long and forms and reward.format_weight > 0 and not any(forms), False,
          f"in no completion of {len(forms)} steps", "reward.format_pattern",
-         "ask for this form in the prompt, with an example, or correct it", last),
+         "ask for this form in the prompt, with an example, or correct the pattern", last),
     )  # fmt: skip
     shares = run.recipe.mixture
     for task, share in shares.items() if len(shares) > 1 and run.is_long else ():
@@ -256,7 +256,7 @@ def terms(run: RunRecords) -> Findings:
         "add it, or use algorithm.normalization: token, with which long wrong answers weigh more",
     )
     if is_useless and ((late >= 1.5 * early and change > 3) or (late <= early / 3 and change < -3)):
-        fix = fix if late > early else "let it not reward brevity, or lower trainer.learning_rate"
+        fix = fix if late > early else "do not let it reward brevity, or lower trainer.learning_rate"
         yield Finding("length-drifts", "warning", told, "reward.overlong", fix, last)
 
 

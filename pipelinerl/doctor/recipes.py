@@ -1,6 +1,6 @@
 """Name why a recipe will not learn before it runs: rules over its problem sets, and over trial calls of their rewards.
 
-Mistakes and doubts that `pipelinerl validate` finds are taken over. Tokens are counted if the tokenizer is on this machine.
+Mistakes and doubts that `pipelinerl validate` finds become findings, too. Tokens are counted if the tokenizer is here.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pipelinerl.tasks.source import Problem, Split, conversation
 MISTAKE, LACKING, UNPAID = "recipe-mistake", "machine-lacks", "references-unpaid"
 ADOPTED: dict[str, tuple[Gravity, str, str]] = {
     MISTAKE: ("grave", "The recipe cannot run", "errors.md#before-a-run"),
-    UNPAID: ("grave", "The reward gives reference answers no more than an empty text", "recipes.md#rewards"),
+    UNPAID: ("grave", "The reward gives a reference answer no more than an empty one", "recipes.md#rewards"),
     "answers-empty": ("warning", "Problems have no reference answer", "recipes.md#tasks"),
     "references-misread": ("warning", "The scorer does not read some references as answers", "recipes.md#rewards"),
     "template": ("warning", "The chat template and the prompts do not fit", "recipes.md#chat-templates"),
     "prompts-repeated": ("warning", "Prompts occur several times", "recipes.md#tasks"),
-    "warmup-too-long": ("warning", "The learning rate never reaches its value", "learning.md#learning-rate"),
+    "warmup-too-long": ("warning", "The learning rate never reaches its full value", "learning.md#learning-rate"),
     "max-lag-too-small": ("warning", "The lag limit is below the lag that full actors cause", "architecture.md#staleness"),
     LACKING: ("note", "This machine lacks something that the recipe needs", "errors.md#before-a-run"),
 }
@@ -44,12 +44,12 @@ _COMPARING = ("task", "exact", "math", "math_boxed")
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
 """Example of the only form in which each small model of this package writes. No prompt can ask for another one."""
 _NAMES = re.compile(r"(?i)[0-9a-f-]{16,}|\S+\.(txt|jsonl?|md|py|png|jpe?g|wav|mp[34]|pdf)|https?://\S+")
-"""A prompt that is the name of something else: a hash, a file or an address."""
+"""Matches a prompt that only names something: a hash, a file or an address."""
 _NUMBERED = r"[\W_]*[^\W\d_]{0,10}[\W_]*(\d+)[\W_]*"
-"""A text that is hardly more than a number, such as `question-17`."""
+"""Matches a text that is hardly more than a number, such as `question-17`."""
 _CHOICE = re.compile(r"(?s)\bA\b.*\bB\b|\bA\s?(to|-|–)\s?[B-Z]\b|[Ww]hich letter")
 _ANY_CASE = re.compile(r"(?i)\A\(\?[a-z]*i|\[([a-z])\1]")
-"""A pattern that ignores case, or takes a letter in both."""
+"""Matches a pattern that ignores case, or accepts a letter in both cases, such as `[Aa]nswer`."""
 _STEPS = re.compile(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|reason (about|first)")
 _THINKING = re.compile(r"(?i)\b(r1|qwq|thinking|qwen3)\b(?!.*(instruct|base|coder))")
 _IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
@@ -64,10 +64,10 @@ def _literal(pattern: str) -> str:
 
 
 class SetView(Settings):
-    """A problem set of an examined recipe, and what rules need to know of it."""
+    """A problem set of an examined recipe, with the facts that rules need."""
 
     def __init__(self, recipe: Recipe, examined: Examination, place: str, held: Sequence[Problem], trained: set[str]) -> None:
-        """`held`: its held-out problems, if they are from files. `trained`: those of all sets' that are trained on, plain."""
+        """`held`: the set's held-out problems, if from files. `trained`: all sets' held-out problems that are trained on."""
         self.place, self.share, model, count = place, recipe.sets_by_place[place], recipe.model, None
         parameters = 0
         with suppress(UserError, OSError):  # a mistake in the model's folder, which `examine` reports
@@ -80,7 +80,7 @@ class SetView(Settings):
         self.num_trained = len(file.problems) - len(held) if file and place in recipe.tasks_by_place else 0
         self.num_heldout, self.known = len(held), [one.question for one in held if _plain(one) in trained]
 
-        # The first problems, if they are single questions from files, and their answers, if these compare with completions.
+        # The first problems, if they are single questions from files, and the answers that completions are compared with.
         problems = file.problems[:_MOST_ROWS] if file and source else []
         self.roles = {str(message["role"]) for one in problems for message in one.messages}
         self.texts = ["\n".join(one.texts) for one in problems]
@@ -101,7 +101,7 @@ class SetView(Settings):
         self.steps = match[0] if (match := _STEPS.search(self.told)) else ""
         self.marker = {"math_boxed": r"\boxed", "json_schema": "JSON"}.get(reward.scorer) or _literal(reward.answer_pattern)
 
-        # Whether the model reasons unasked, what a small packaged one writes, and whether the template begins the reasoning.
+        # Does the model reason unasked? What does a small packaged model write? Does the template begin the reasoning?
         is_asked, named = model.chat_template_kwargs.get("enable_thinking"), _THINKING.search(model.name)
         self.thinks = is_asked is True or (is_asked is None and named is not None)
         self.written = _WRITTEN.get(model.name, "") if model.source == "package" else ""
@@ -109,12 +109,12 @@ class SetView(Settings):
         self._count = count
 
     def tokens(self, text: str) -> float:
-        """Return the number of tokens of a text or, without a tokenizer, a lower estimate."""
+        """Return the number of tokens of a text or, without a tokenizer, an estimate that is rather too low."""
         return self._count([text]) if self._count else len(text) / 6
 
     @property
     def indifference(self) -> str:
-        """How trial calls show that the user's function pays wrong answers like right ones; empty if they do not."""
+        """Evidence that the user's function paid wrong answers like right ones in trial calls; empty if there is none."""
         rewards, empty = ([one.reward for one in self.calls if any_ or not one.completion] for any_ in (True, False))
         right = [one.reward for one in self.calls if one.completion and not one.near_miss]
         wrong = [one.reward for one in self.calls if one.near_miss and self.share.reward.is_function]
@@ -158,7 +158,7 @@ def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Find
     if id_ == UNPAID and recipe:
         share = recipe.sets_by_place[problem.field.removesuffix("reward.scorer")]
         if share.reward.is_function or (share.reward.answer_pattern and not reads(share, *_PROBES)):
-            gravity = "warning"  # it may want another form of answers than those that were tried
+            gravity = "warning"  # it may expect answers in a form that was not tried
     told = f"{problem.field} = {problem.value!r:.120}"
     return Finding(id_, gravity, told, problem.field, problem.fix, meaning=meaning, docs=f"docs/{page}")
 
@@ -175,22 +175,22 @@ def problems(view: SetView) -> Findings:
 
     prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context, or
         the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
-    columns-mixed (recipes.md#tasks): A wrong column is read: grave if 90 % of at least 8 prompts equal their answer, or have
-        it, and no other row's, after the text that the reward looks for; a warning if they begin or end with it; a note if it
-        is a number inside them. File names, addresses or hashes as 90 % of the prompts, and row numbers as 20 of them, are
-        grave, unless a system prompt or an instruction says what to do with them. Answers that number the rows although prompts
-        do not, and letters without choices in the prompts, are a warning from 20.
-    references-shifted (recipes.md#tasks): Answers belong to the question before or after: at least 50 prompts share more words
-        with the answers, or worked solutions, of their neighbours than with their own, by a tenth and by 5 standard errors. The
-        rule leaves out turns of the assistant, and is silent if prompts count, or if they share half as much with the row
-        beyond, as windows of a series do.
+    columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of at least 8 prompts show their answer. It is grave if they
+        equal it, or have it after the text that the reward looks for; a warning if they begin or end with it; a note if it is a
+        number inside them. It is also grave if prompts are file names, addresses or hashes, or number the rows (from 20); with
+        a system prompt or an instruction, this is a warning. It is a warning (from 20) if answers number the rows but prompts
+        do not, or if answers are letters but prompts offer no choices.
+    references-shifted (recipes.md#tasks): Answers belong to the question before or after: in at least 50 rows, prompts share
+        more words with a neighbour's answer than with their own, by a tenth of an answer's words and by 5 standard errors.
+        Turns of the assistant do not count. The rule is silent if prompts are numbered, or if the row beyond the neighbour has
+        more than half of that excess, as in windows of a series.
     one-answer (recipes.md#tasks): Problems have the same answer: 95 % of at least 20 references are equal; grave if all are, a
         note from 80 %.
-    references-unmatched (recipes.md#rewards): References are not what completions have as answers: their median has 8 words, 5
-        % are nan, none or null, or 5 % are numbers with a unit, separators or markup although texts are compared; or 5 % of 200
-        earn nothing in the form of reward.answer_pattern, or when tried (grave from half).
-    heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of the problems of a set, compared
-        without case, punctuation and spaces.
+    references-unmatched (recipes.md#rewards): References do not look like answers of completions: half have 8 or more words, 5
+        % are nan, none or null, or 5 % are numbers with a unit, separators or markup although texts are compared. Or 5 % earn
+        nothing in trials, written as reward.answer_pattern expects (grave from half). The first 200 are examined.
+    heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of those of a set, compared without
+        case, punctuation and spaces.
     """
     at, limit, texts = view.place, view.recipe.model.max_context, sorted(view.texts, key=len) or [""]
     middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
@@ -215,19 +215,19 @@ def problems(view: SetView) -> Findings:
     yield from _many(
         view, "references-unmatched",
         (missing, len(answers), least, "warning", "task.answer_field", "leave out these rows, which have no answer"),
-        (prose, len(answers), 10 * least, "warning", "task.answer_pattern", r"extract the final answer, as by '####\s*(.+)'"),
+        (prose, len(answers), 10 * least, "warning", "task.answer_pattern", r"extract the final answer, as '####\s*(.+)' does"),
         (lost, tried, 0.05 * tried, worse(len(lost), tried / 2), "reward.answer_pattern",
-         "must find it; or correct the references"),
+         "let it find such answers, or correct the references"),
         (dressed, len(answers), least, "warning", "reward.scorer",
-         "use math, which compares values, or bare numbers"),
+         "use math, which compares values, or make the references bare numbers"),
     )  # fmt: skip
-    fix = "take them out of the training data, which the accuracy now repeats"
+    fix = "take them out of the training data, so that the accuracy does not measure memory"
     row = (view.known, view.num_heldout, 0.05 * view.num_heldout, "warning", "task.path", fix)
     yield from _many(view, "heldout-trained-on", row)
 
 
 def _many(view: SetView, id_: str, *rows: _Row) -> Findings:
-    """Yield findings about texts that are many."""
+    """Yield a finding for each row with enough odd texts."""
     for texts, num, least, gravity, field, fix in rows:
         if texts and len(texts) >= least:
             yield Finding(id_, gravity, f"{len(texts)} of {num}, such as {texts[0]!r:.160}", f"{view.place}{field}", fix)
@@ -237,7 +237,7 @@ def _columns(view: SetView) -> Iterator[_Row]:
     """Yield rows for the findings `columns-mixed`."""
     rows = [(text.strip(), answer) for text, answer in zip(view.texts, view.references, strict=True) if answer]
     marker, num, task = r"\s*".join(map(re.escape, view.marker.split())), len(view.texts), view.share.task
-    heads = {word for _, answer in rows for word in _head(answer)}  # to skip `Answer: yes or Answer: no`
+    heads = {word for _, answer in rows for word in _head(answer)}  # skips `Answer: yes or Answer: no`
     told = [(text, own) for text, answer in rows if marker and (own := _head(answer))
             and own == {word for part in re.split(marker, text)[1:] for word in _head(part)} & heads]  # fmt: skip
     same = [text for text, answer in rows if text == answer]
@@ -246,18 +246,18 @@ def _columns(view: SetView) -> Iterator[_Row]:
     named = [text for text in view.texts if _NAMES.fullmatch(text.strip())]
     letters = [answer for _, answer in rows if re.fullmatch("[A-J]", answer)]
     is_choice, least = re.search(r"\n\W?[A-D1-4][).:]", view.told), max(8, 0.9 * num)
-    away, names = "leave the answer out", "names something; take the column of the text"
+    away, names = "leave the answer out", "holds only names or numbers; use the column with the text"
     is_example = all(own == told[0][1] for _, own in told)
     for texts in (same, [] if is_example else [text for text, _ in told]):
         yield texts, num, least, "grave", "task.prompt_field", away
     yield bound, num, least, "warning", "task.prompt_field", away  # the task may be to repeat the last word
     yield [] if is_choice else inside, num, least, "note", "task.prompt_field", away  # or to choose a number
-    gravity: Gravity = "warning" if task.system_prompt or task.instruction else "grave"  # a name may be all that is asked about
+    gravity: Gravity = "warning" if task.system_prompt or task.instruction else "grave"  # it may ask about a name
     yield named, num, least, gravity, "task.prompt_field", names
     yield _counting(view.texts, _NUMBERED), num, max(20, least), gravity, "task.prompt_field", names
     if not _CHOICE.search(view.told):
         yield letters, num, max(20, least), "warning", "task.prompt_template", "add the choices to the prompts"
-    if len(_counting(view.texts)) < least:  # else a loop has made the rows
+    if len(_counting(view.texts)) < least:  # otherwise a program made the rows
         fix = "numbers the rows; name another column"
         yield _counting(view.references, _NUMBERED), num, max(20, least), "warning", "task.answer_field", fix
 
@@ -267,23 +267,23 @@ def _head(text: str) -> set[str]:
 
 
 def _counting(texts: Sequence[str], form: str = r"\D*(\d+)\D*") -> list[str]:
-    """Return the texts whose number, which no other text has, is followed by the next one."""
+    """Return the texts that count: they contain one number n, and the next text with a number contains n + 1."""
     numbers = {int(found[1]): text for text in texts if (found := re.fullmatch(form, text))}
     return [text for (one, text), (after, _) in pairwise(numbers.items()) if after == one + 1]
 
 
 def _shifted(view: SetView) -> Findings:
-    """Yield the finding `references-shifted`. Prompts of a conversation, or about a window of a series, have the answers of
-    several earlier rows."""
+    """Yield the finding `references-shifted`. It must not accuse prompts that contain answers of several earlier rows, such as
+    conversations and windows of a series."""
     asked, said = ([set(re.findall(r"\w+", one.lower())) for one in column] for column in (view.asked, view.columns))
     shares = {by: [len(asked[at] & one) / max(1, len(one)) for at in range(2, len(asked) - 2) for one in [said[at + by]]]
               for by in range(-2, 3)}  # fmt: skip
-    for by, whose in ((-1, "last"), (1, "next")):
+    for by, whose in ((-1, "previous"), (1, "next")):
         gains, further = ([other - own for other, own in zip(shares[far], shares[0], strict=True)] for far in (by, 2 * by))
         if len(gains) < 50 or len(_counting(view.texts)) >= 0.9 * len(gains) or fmean(further) > fmean(gains) / 2:
             continue
         if fmean(gains) > max(0.1, 5 * stdev(gains) / math.sqrt(len(gains))):
-            told = f"prompts have {percent(fmean(gains))} more words of the {whose} row's answer than of their own"
+            told = f"prompts contain {percent(fmean(gains))} more of the {whose} row's answer than of their own"
             fix = "give each question its own answer again"
             yield Finding("references-shifted", "grave", told, f"{view.place}task.path", fix)
 
@@ -296,8 +296,8 @@ def _is_dressed(answer: str) -> bool:
 
 
 def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], int]:
-    """Return the references that no completion earns anything with, and the number of those examined. Patterns are tried on
-    completions in their form; if that form is not known, the trial calls count."""
+    """Return the references that earn nothing as a completion's answer, and the number examined. They are written as the answer
+    pattern expects; if that form is not known, the trial calls decide."""
     is_read = view.share.reward.answer_pattern and view.share.reward.scorer in ("task", "exact") and reads(view.share, *_PROBES)
     if is_read and (lost := [one for one in answers if not reads(view.share, one)]):
         return lost, len(answers)
@@ -307,7 +307,7 @@ def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], 
 
 
 def _hits(texts: Iterable[str], *patterns: re.Pattern[str]) -> list[str]:
-    """Return the first match in each text that one of the patterns finds."""
+    """Return a match for each text that a pattern matches: that of the first such pattern."""
     return [hit[0] for text in texts if (hit := next(filter(None, (one.search(text) for one in patterns)), None))]
 
 
@@ -317,14 +317,14 @@ def texts(view: SetView) -> Findings:
     template-unused (recipes.md#chat-templates): An instruction-tuned model gets prompts without its chat template: the prompts
         are plain, but the model is smollm2, or its name has instruct, chat, it or thinking. Or model.chat_template has neither
         add_generation_prompt nor assistant, or messages have roles other than system, developer, user, assistant and tool.
-    template-twice (recipes.md#chat-templates): Prompts spell parts of a chat template, which the model reads as plain text: in
-        half of the prompts, or in a field of the recipe.
+    template-twice (recipes.md#chat-templates): Prompts contain parts of a chat template as plain text: half of the prompts do,
+        or a field of the recipe does.
     texts-damaged (recipes.md#tasks): Prompts are damaged: 5 % of them, or a field of the recipe, have a placeholder such as
         {question}, or characters of a wrong encoding or of HTML; or 10 to 90 % are cut at the same length.
     problems-few (recipes.md#tasks): Few problems are trained on so often that the policy may learn them by heart: each problem
         100 times; a note.
     evaluation-blind (recipes.md#evaluation): Evaluations say nothing: evaluation.every_steps exceeds both the run's length and
-        100, or a set has one problem; a note.
+        100, or a set has one held-out problem; a note.
     """
     at, model, task, texts = view.place, view.recipe.model, view.share.task, view.texts
     tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])(?!.*base)", model.name.rpartition("/")[2])
@@ -334,16 +334,16 @@ def texts(view: SetView) -> Findings:
     times = steps * groups_per_step(view.recipe) / len(view.recipe.mixture) / max(1, view.num_trained)
     yield from found(
         ("template-unused", not begins, False, f"{model.chat_template!r:.80}", "model.chat_template",
-         "end it with the assistant's first tokens if add_generation_prompt"),
+         "let it begin the assistant's turn if add_generation_prompt is true"),
         ("template-unused", is_tuned and task.prompt_style == "plain" and not task.is_episodic, False,
          model.name or model.source, f"{at}task.prompt_style", "is plain; use chat, or a base model"),
         ("problems-few", view.num_trained > 0 and times >= 100, "note",
          f"{counted(view.num_trained, 'problem')}, each {times:.0f} times", f"{at}task.path",
-         "add some, or watch the held-out accuracy"),
+         "add problems, or watch the held-out accuracy"),
         ("evaluation-blind", task.heldout_problems == 1, "note", "an accuracy of 0 or 1", f"{at}task.heldout_problems",
          "hold out 32 or more"),
-        ("evaluation-blind", every > max(steps, 100), "note", f"{every} of {steps} steps", "evaluation.every_steps",
-         f"use {max(1, steps // 10)}, or 0 for the first and last only"),
+        ("evaluation-blind", every > max(steps, 100), "note", f"every {every} of {steps} steps", "evaluation.every_steps",
+         f"use {max(1, steps // 10)}, or 0 for one at the start and one at the end"),
     )  # fmt: skip
     roles, num = [*set(view.roles) - {"system", "developer", "user", "assistant", "tool"}], len(texts)
     fix = "name the roles of messages as the chat template does"
@@ -357,11 +357,11 @@ def texts(view: SetView) -> Findings:
     yield from _many(view, "template-twice", (_hits(texts, *patterns), num, num / 2, "warning", "task.path", twice))
     longest = max(map(len, texts), default=0)
     cut = [text[-60:] for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
-    is_cut = len(cut) <= 0.9 * num and len({*map(len, texts)}) > 4  # else texts have a few usual lengths
+    is_cut = len(cut) <= 0.9 * num and len({*map(len, texts)}) > 4  # otherwise there are only a few lengths
     damaged = [] if re.search(r"(?i)html|jinja|\bentit", view.told) else _hits(texts, _DAMAGED)
     yield from _many(
         view, "texts-damaged",
-        (damaged, num, 0.05 * num, "warning", "task.path", "write it again, as UTF-8 and without entities"),
+        (damaged, num, 0.05 * num, "warning", "task.path", "write the file again, as UTF-8 without HTML entities"),
         (cut if is_cut else [], num, max(5, 0.1 * num), "warning", "task.path", "give whole prompts"),
     )  # fmt: skip
 
@@ -370,25 +370,25 @@ def rewards(view: SetView) -> Findings:
     r"""Examine rewards, and the form and length of answers.
 
     terms-outweigh (recipes.md#rewards): Another term outweighs the answer: format_weight is below 0 or reaches reward.correct;
-        the overlong penalty exceeds twice that, or its buffer half of max_tokens; or any text earns the format term.
+        overlong.penalty exceeds 2 · reward.correct; overlong.buffer_tokens exceed max_tokens / 2; or any text has the format.
     wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: in trial calls, an empty one earns half of
-        reward.correct, or your own function gives answers to 4 other problems as much as right ones (a warning).
+        reward.correct, or your own function gives at least 4 wrong answers about as much as right ones (a warning).
     reward-slow (recipes.md#rewards): Rewards take long: the median trial call takes a quarter of timeout_s; a note.
-    form-unsaid (recipes.md#rewards): Nothing says in which form to answer: the prompts lack or forbid \boxed, the start of
-        reward.answer_pattern or the text of format_pattern (grave if a small model of this package never writes it), or the
-        chat template already writes that text; or prompts ask for steps or a box, but the pattern begins with ^, does not read
-        the box, or is missing although texts are compared.
+    form-unsaid (recipes.md#rewards): Prompts do not ask for the form that the reward reads: they lack or forbid \boxed, JSON,
+        or the beginning of reward.answer_pattern or format_pattern; they ask for steps, but answer_pattern begins with ^; they
+        ask for a box or steps, but the scorer compares texts and no pattern reads a box; or the chat template already writes
+        the <think> of format_pattern. Grave if a small model of this package never writes what the pattern reads.
     groups-small (learning.md#from-rewards-to-advantages): Few groups have different rewards: sampling.group_size is 2 and
         rewards are 0 or 1. If answers are right with probability p, 2 p (1 - p) of such groups differ, which is at most half; a
         note.
-    max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references in their
-        form, or a small packaged model's answer, are longer (grave; a warning if your own function compares them); or
+    max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references, written in
+        the expected form, or an answer of a small packaged model is longer (grave; a warning if your own function scores); or
         max_tokens is under 128 and prompts ask for reasoning, or under 1,024 and the model thinks first.
     stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references (grave
         from half), in reward.answer_pattern (grave), or in the instructions before the answer; or it is blank or one character,
         and prompts ask for steps.
     judge-misled (recipes.md#another-model-as-judge): The judge cannot mark well: its template has neither {prompt} nor
-        {reference}, does not ask for the form of the pattern, or gives another highest mark than full_marks; or the pattern
+        {reference}, does not ask for the form of the pattern, or names another highest mark than full_marks; or the pattern
         reads only some digits of full_marks.
     """
     at, reward, right, limit = view.place, view.share.reward, view.share.reward.correct, view.share.max_tokens
@@ -406,11 +406,11 @@ def rewards(view: SetView) -> Findings:
          f"use {limit // 4}"),
         ("wrong-paid", is_paid or view.indifference, not reward.is_function,
          f"an empty text earns {min(paid):g}" if is_paid else view.indifference, f"{at}reward.scorer",
-         "check its default and what it compares, or the problem's tests"),
+         "check what it returns by default and what it compares, or the problem's tests"),
         ("reward-slow", seconds > reward.timeout_s / 4, "note", f"{seconds:.2g} s", f"{at}reward.timeout_s",
          "raise it, or make the reward faster"),
         ("groups-small", view.recipe.sampling.group_size == 2 and not is_graded, "note",
-         "18 % of them, if 10 % are right; 57 % of groups of 8", "sampling.group_size", "use 8"),
+         "if 10 % of answers are right, 18 % of groups of 2 and 57 % of groups of 8 differ", "sampling.group_size", "use 8"),
     )  # fmt: skip
     yield from _forms(view)
     answers = view.answers or (filter(None, view.references) if reward.is_function else ())
@@ -438,7 +438,7 @@ def _forms(view: SetView) -> Findings:
     """Yield the findings `form-unsaid`."""
     pattern, task, field = view.share.reward.answer_pattern, view.share.task, f"{view.place}reward.answer_pattern"
     if view.written and not re.search(pattern, view.written):
-        yield Finding("form-unsaid", "grave", f"the model writes {view.written!r}", field, "use the shipped recipe's")
+        yield Finding("form-unsaid", "grave", f"the model writes {view.written!r}", field, "use that of its recipe")
     if task.is_episodic or view.is_toy:
         return
     if re.match(r"\^|\\A", pattern) and view.steps:
@@ -452,7 +452,7 @@ def _forms(view: SetView) -> Findings:
     for marker in (view.marker, form):
         words = re.findall(r"[^\W\d_]{2,}", marker.lower() if ignores_case else marker) or [marker]
         if len(marker) >= 2 and not (view.thinks and "think" in words) and not _is_said(words, text):
-            yield Finding("form-unsaid", "warning", f"the reward looks for {marker!r}", field, "say it there, with an example")
+            yield Finding("form-unsaid", "warning", f"the reward looks for {marker!r}", field, "ask for it, with an example")
     asked, scorer = "a box" if _is_said([r"\boxed"], text) else view.steps, view.share.reward.scorer
     is_unread = asked == "a box" and "boxed" not in pattern if pattern else bool(asked and view.answers)
     if is_unread and scorer in ("task", "exact"):
@@ -488,7 +488,7 @@ def _judge(view: SetView) -> Findings:
     is_asked = not words or _is_said(words, judge.template.lower())
     yield from found(
         ("judge-misled", not re.search(r"\{(prompt|reference)\}", judge.template), False, "it has neither", f"{at}.template",
-         "add {prompt} or {reference}"),
+         "add {prompt} or {reference}, without which the judge does not know the problem"),
         ("judge-misled", not is_asked, False, f"the pattern is {judge.pattern!r}", f"{at}.template",
          "ask for this form, with an example"),
         ("judge-misled", read and best not in read, False, f"it reads {read[-1:]} in {best}", f"{at}.pattern",

@@ -1,4 +1,4 @@
-"""Read the records of a run into one object, on which the rules work: steps, samples, summary and counts."""
+"""Read the records of a run (steps, samples, summary and counts) into one object, which the rules examine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Reasons = Mapping[str, Mapping[str, int]]
 _SAMPLES_READ = 200
 _WIDEST, _NARROWEST = 20, 3
 YOUNG_S = 600.0
-"""A run that began at most so long ago and has no summary may still run, perhaps on another machine."""
+"""A run without a summary that began less than so many seconds ago may still run, perhaps on another machine."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RunRecords:
     is_young: bool = False
     free_bytes: float = math.inf
     needed_bytes: float = 0.0
-    """Bytes that its files will grow by until the end, and one more checkpoint."""
+    """Expected growth of the run's files until its end, and one more checkpoint."""
     last_error: str = ""
     """Last line with an error in the logs of a run without a step."""
 
@@ -104,13 +104,13 @@ class RunRecords:
 
     @cached_property
     def has_learned(self) -> bool:
-        """Return whether the reward rose by 3 standard errors, or the held-out accuracy so that its intervals are separate."""
+        """Return whether the reward rose by 3 standard errors, or the last held-out interval lies above the first."""
         lows, highs = self.heldout("low"), self.heldout("high")
         return self.change("reward_mean") > 3 or (len(lows) > 1 and lows[-1] > min(highs[:1], default=math.inf))
 
     @property
     def has_collapsed(self) -> bool:
-        """Return whether the reward fell below half of its start, by 3 standard errors."""
+        """Return whether the reward fell below half of its start, and by 3 standard errors."""
         early, late = self.early("reward_mean"), self.late("reward_mean")
         return early > 0 and late < early / 2 and self.change("reward_mean") < -3
 
@@ -125,8 +125,8 @@ class RunRecords:
         return self.recipe.algorithm.advantage == "value" or not self.mean("equal_reward_groups") >= 0.95
 
     def share_of(self, outcome: str, prefixes: tuple[str, ...] = ()) -> tuple[float, str]:
-        """Return the share of an outcome among all ended sequences (at least a batch's number), and its most frequent reason.
-        With `prefixes`, count only reasons that begin with one of them."""
+        """Return the share of ended sequences with an outcome, and its most frequent reason. The divisor is at least the batch
+        size. With `prefixes`, count only reasons that begin with one of them."""
         counts = self.summary.get("sequences") or (self.steps[-1].get("sequences") if self.steps else None) or {}
         known = {name: n for name, n in (self.reasons.get(outcome) or {}).items() if not prefixes or name.startswith(prefixes)}
         num = sum(known.values()) if prefixes or known else counts.get(outcome) or 0
@@ -146,10 +146,9 @@ def number_at(record: Record, key: str) -> float | None:
 
 
 def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, is_running: bool = False) -> RunRecords:
-    """Return the records of the run in `folder`. `reasons`: as in `RunRecords`, if they are known; else summary or journal
-    has them."""
+    """Return the records of the run in `folder`. `reasons`: as in `RunRecords`; None: read them from summary or journal."""
     run_dir, journal = RunDir(folder, ""), folder / JOURNAL
-    summary = {} if is_running else read_json(run_dir.summary)  # it may be of an earlier start
+    summary = {} if is_running else read_json(run_dir.summary)  # an earlier start may have left one
     steps = read_jsonl(run_dir.metrics)
     grown = [path.stat().st_size for path in (run_dir.metrics, run_dir.samples, journal) if path.is_file()]
     reasons = reasons if reasons is not None else summary.get("sequence_reasons")

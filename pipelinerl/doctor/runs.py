@@ -1,4 +1,4 @@
-"""Name why a run does not learn, from its records. Also rules about what stops a run or makes it lose sequences."""
+"""Name why a run does not learn, from its records. The rules in this file are about lost sequences, steps and runs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _OTHERS = tuple(name for name in MEANINGS if not name.startswith(("reward_", *_E
 _LOST = (
     ("rewards-fail", ("reward_",), "reward.scorer", "correct the function; pipelinerl validate RECIPE shows its error"),
     ("episodes-fail", _EPISODES, "task.name", "correct the environment; logs/verifier.log has its error"),
-    ("actor-differs", ("actor_quarantined",), "actor.engine", "compare that actor's GPU and versions with the others'"),
+    ("actor-differs", ("actor_quarantined",), "actor.engine", "compare its GPU and software versions with other actors"),
     ("sequences-lost", _OTHERS, "logs", "docs/errors.md lists causes by reason; the logs have the first error"),
 )
-"""Rules about failed sequences, with the beginnings of the reasons that they are about, and what to set for most of these."""
+"""Rules about failed sequences: id, beginnings of the reasons, and the field and fix for reasons that `_FIXES` lacks."""
 _LONG = ("model.max_context", "raise it, or drop long problems")
 _FIXES = {
     "reward_timeout": ("reward.timeout_s", "raise it above the slowest call that pipelinerl validate shows"),
-    "reward_out_of_memory": ("reward.memory_mib", "raise it, or let the reward need less"),
+    "reward_out_of_memory": ("reward.memory_mib", "raise it, or make the reward need less"),
     "reward_bad_reference": ("task.answer_field", "name the field of the answer, and leave out rows without one"),
     "episode_timeout": ("task.episode_timeout_s", "raise it, or task.answer_timeout_s, or speed the environment up"),
     **dict.fromkeys(("prompt_too_long", "prompt too long", "longer than the context"), _LONG),
@@ -43,20 +43,20 @@ def losses(run: RunRecords) -> Findings:
     rewards-fail (errors.md#reasons): The reward fails instead of giving a number: for 5 % of the sequences; grave from 50 %.
     episodes-fail (episodes.md#how-long-it-may-take-and-what-fails-how): Episodes fail because of the environment, not of the
         policy: 5 % of the episodes; grave from 50 %.
-    actor-differs (weight-updates.md#the-parity-probe): An actor samples with other probabilities than its policy's: a sequence
-        of a quarantined actor arrived.
+    actor-differs (weight-updates.md#the-parity-probe): An actor's probabilities differ from those of its policy: a sequence of
+        a quarantined actor arrived.
     sequences-lost (errors.md#reasons): Sequences are lost on their way to the trainer: 5 % of the sequences; grave from 50 %.
     steps-skipped (learning.md#the-optimizer): Steps change no weight, as the loss or gradient is not finite: at least one step;
-        grave if it is half of the last 20.
-    dropped-stale (architecture.md#staleness): Sequences are too old when their step comes: 2 % of the sequences after 12 steps,
-        which is twice what plans accept; grave from 50 %.
-    dropped-filtered (learning.md#from-rewards-to-advantages): Groups are dropped because their answers are equally right: 90 %
-        of the sequences; grave if no step was made.
+        grave if half of the last 20 were skipped.
+    dropped-stale (architecture.md#staleness): Sequences are too old when their step comes: from step 12 on, 2 % of the
+        sequences, which is twice what plans accept; grave from 50 %, at any time.
+    dropped-filtered (learning.md#from-rewards-to-advantages): Groups are dropped because their rewards are equal: 90 % of the
+        sequences; grave if no step was made.
     run-failed (errors.md): The run failed: its summary has an error, or it ended without an optimizer step and was not stopped
         by hand. Without an error, runs younger than 10 minutes may still be running, and are not reported.
     steps-lost (reliability.md#the-trainer): A restart undid optimizer steps: metrics-undone.jsonl has at least one.
-    disk-fills (run-directory.md): The disk will be full before the end: free space is less than the growth of the files that
-        is still to come plus one more checkpoint.
+    disk-fills (run-directory.md): The disk will be full before the end: free space is less than one more checkpoint plus the
+        expected growth of the other files.
     """
     steps, recipe, lag = run.steps, run.recipe, run.recipe.algorithm.max_lag
     for id_, prefixes, field, fix in _LOST:
@@ -77,8 +77,8 @@ def losses(run: RunRecords) -> Findings:
          "trainer.learning_rate", "lower it tenfold, and see whether model.dtype overflows"),
         ("dropped-stale", lag is not None and stale > (0.02 if run.is_long else 0.5), stale >= 0.5,
          f"{percent(stale)} of the sequences", "algorithm.max_lag",
-         f"use at least {needed}, or fewer actors or actor.sequences_in_progress"),
-        ("dropped-filtered", filtered >= 0.9, not run.trained, f"{percent(filtered)} of them", "task",
+         f"use at least {needed}, or lower actor.count or actor.sequences_in_progress"),
+        ("dropped-filtered", filtered >= 0.9, not run.trained, f"{percent(filtered)} of sequences", "task",
          "take problems that the model solves sometimes, or larger groups"),
         ("run-failed", error or is_over, True, error[:400] or run.last_error or "no error in the logs", "logs",
          "remove the cause, then pipelinerl run --resume"),
@@ -91,7 +91,7 @@ def losses(run: RunRecords) -> Findings:
 
 
 RUN_RULES = (losses, *lessons.RULES, *learning.RULES)
-"""In the order of causes: what an earlier rule finds may explain what a later one finds."""
+"""Rules in the order of causes: what an earlier rule finds may explain what a later one finds."""
 
 
 def examine_run(

@@ -1,6 +1,6 @@
 """Rules about fields of a recipe that spoil any run, whatever its problems are: sampling, optimizer and loss. Pure.
 
-They are applied before a run, and also to the records of a run that has not learned.
+They are applied before a run, and again to a run's records. If the run has learned, their findings become notes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pipelinerl.recipe.rules import value_at
 from pipelinerl.rl.groups import CUTTING, groups_per_step
 
 _TOY = 2e7
-"""Parameters below which a model learns at a hundred times the rate of a language model."""
+"""Number of parameters below which a model needs a hundred times the learning rate of a language model."""
 _USUAL_PARAMETERS, _USUAL_WIDTH = 1e8, 4096
-"""A small language model's number of parameters, and a large one's width, if they are unknown: both make rules accuse less."""
+"""Number of parameters if it is unknown: a small one makes rules accuse less. Width of the model, always assumed."""
 _ANY = (-math.inf, math.inf)
 
 
 @dataclass
 class Settings:
-    """A recipe, its model's number of parameters (0 if unknown), and the largest trial reward of functions by set's place."""
+    """A recipe, its model's number of parameters (0 if unknown), and by set, the largest trial reward of a user's function."""
 
     recipe: Recipe
     parameters: int = 0
@@ -37,11 +37,11 @@ class Settings:
 def optimizer(view: Settings) -> Findings:
     """Examine the optimizer.
 
-    learning-rate-high (learning.md#learning-rate): The learning rate destroys the model: 5e-5, for a toy 0.01, for adapters
-        0.004 / scaling; grave from 20 times that.
-    learning-rate-low (learning.md#learning-rate): The learning rate cannot change the policy: rate × steps, of 50 steps or
-        more, under 3e-5 in 16 bits (half the spacing of bfloat16 at 0.02), 1e-6 in float32; for adapters, of B · A at a width
-        of 4,096; grave from a tenth of that.
+    learning-rate-high (learning.md#learning-rate): The learning rate destroys the model: it exceeds 5e-5, for a toy model 0.01,
+        for adapters 0.004 / scaling; grave from 20 times that.
+    learning-rate-low (learning.md#learning-rate): The learning rate cannot change the policy: in 50 or more steps, rate × steps
+        is under 3e-5 in 16 bits (half the spacing of bfloat16 at 0.01), or 1e-6 in float32; with adapters, the movement of
+        B · A at a width of 4,096 counts. Grave from a tenth of that.
     optimizer-settings (learning.md#the-optimizer): AdamW undoes or loses its steps: weight decay shrinks weights by 5 % in the
         run (grave: by half), epsilon exceeds the elements of a clipped gradient (grave: tenfold), or beta1 is at least √beta2.
     """
@@ -58,7 +58,7 @@ def optimizer(view: Settings) -> Findings:
     for id_, value, grave, told, field_, advice in (
         ("learning-rate-high", rate / most, 20, f"at most {most:.1g} is usual", "learning_rate", f"use about {usual:g}"),
         ("learning-rate-low", least / moved * (trainer.steps >= 50), 10, f"a weight moves by at most {moved:.2g}",
-         "learning_rate", "raise it tenfold; usual: 1e-6, for adapters 1e-5, for a toy 1e-4"),
+         "learning_rate", "raise it tenfold; usual are 1e-6, for adapters 1e-5, for toy models 1e-4"),
         ("optimizer-settings", 20 * shrunk, 10, f"weights shrink by {percent(shrunk)}", "weight_decay", "use 0 to 0.1"),
         ("optimizer-settings", epsilon / element, 10, f"epsilon {epsilon:g}, elements of about {element:.1g}", name, fix),
         ("optimizer-settings", 1.001 * (trainer.beta1 >= math.sqrt(trainer.beta2)), 10,
@@ -71,14 +71,14 @@ def optimizer(view: Settings) -> Findings:
 def ranges(view: Settings) -> Findings:
     """Examine fields that have a usual range.
 
-    temperature (learning.md#from-rewards-to-advantages): Completions of a group are too much alike, or too wild: a temperature
-        below 0.5 (grave: 0.1) or above 1.5 (2), or one above 1.5 for held-out answers.
-    penalty-dominates (learning.md#losses): A term outweighs the reward: algorithm.kl_coefficient above 0.2 (grave from 10),
+    temperature (learning.md#from-rewards-to-advantages): Completions of a group are too similar or too random: the temperature
+        is below 0.5 (grave: 0.1) or above 1.5 (grave: 2), or that of held-out answers is above 1.5.
+    penalty-dominates (learning.md#losses): A term outweighs the reward: kl_coefficient is above 0.2 (grave: 10),
         entropy_coefficient above 0.05 (1), value_coefficient above 5 (1,000), or trainer.value_learning_rate above 0.05 (1).
-    bounds-wrong (learning.md#losses): The loss's bounds keep few tokens, or bound nothing: clip_high is under 0.01 (above 0.05
-        for gspo) or above 10, a clamp exceeds 100, a mask is within 10 % of 1 (grave: 1 %), or mask_kl is under 0.001.
+    bounds-wrong (learning.md#losses): The loss's bounds keep few tokens, or bound nothing: clip_high is outside 0.01 to 10 (for
+        gspo above 0.05), clamp is outside 1 to 100, a mask is within 10 % of 1 (grave: 1 %), or mask_kl is under 0.001.
     reward-scale (recipes.md#rewards): Rewards have an unusual size: reward.correct, or the largest reward of your function in a
-        trial call, is above 50 or under 0.01; a note if advantages are divided by their deviation.
+        trial call, is above 50 or under 0.01; a note if advantages are divided by the standard deviation of rewards.
     batch-small (learning.md#from-rewards-to-advantages): Too few problems shape the gradient: trainer.batch_size equals
         sampling.group_size, or a task of the mixture gets under 10 groups in the whole run.
     """
@@ -111,7 +111,7 @@ def ranges(view: Settings) -> Findings:
         if taken < min(10, num):
             yield Finding("batch-small", "warning", f"{taken:.2g} groups in the run", f"{place}weight", "raise it, or drop it")
     if size > 1 and groups_per_step(recipe) == 1:
-        yield Finding("batch-small", "warning", "1 group", "trainer.batch_size", f"use {16 * size}, which is 16 problems")
+        yield Finding("batch-small", "warning", "1 group", "trainer.batch_size", f"use {16 * size}, for 16 problems a step")
 
 
 SETTINGS_RULES = (optimizer, ranges)

@@ -1,10 +1,10 @@
 """Rehearse a recipe's rewards: call them on some of its problems before a run, and report errors and suspicious rewards. Also
 render prompts as the policy will see them, and check the chat template. No model is loaded.
 
-The completions on trial are the reference answers and an empty text. Scorers of mathematics also get answers in a box, and
-near misses, which are similar wrong answers. A process of the verifier (`services.verifier.rehearsal`) makes the calls, because
-a reward may do anything. Rewards of episodes, judges and reasoning-gym's own scorers are not rehearsed: episodes need turns,
-judges cost money, and those scorers are known to work. Another process (`services.actor.preview`) renders the prompts.
+The completions on trial are the reference answers and an empty text. Scorers of mathematics also get boxed answers and near
+misses, which are similar wrong answers; a user's function gets answers to other problems. A verifier process
+(`services.verifier.rehearsal`) makes the calls. Rewards of episodes, judges and reasoning-gym's own scorers are left out:
+episodes need turns, judges cost money, and those scorers work. Another process (`services.actor.preview`) renders the prompts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OTHERS_TRIED = 6
 @dataclass(frozen=True)
 class Call:
     """One call of a reward on a problem of the set `place` (a key of `Recipe.sets_by_place`). `completion`: text with the
-    reference answer or with a near miss, or an empty text. `near_miss`: the wrong answer in it, if it holds one. `forms`: pairs
+    reference answer or with a near miss, or an empty text. `near_miss`: the wrong answer in it, if any. `forms`: pairs
     (possible completion, answer in it); the first pair whose answer the reward finds becomes the completion. `answer`: what
     `reward.answer_pattern` found, if anything. `status`: `ok`, or why the call gave no reward; empty before the call."""
 
@@ -148,15 +148,15 @@ def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
 
 
 def reads(share: ProblemSet, *answers: str) -> bool:
-    """Return whether `answer_pattern` finds one of the answers in a form of it."""
+    """Return whether `answer_pattern` finds one of the answers in one of its `answer_forms`."""
     forms = ((re.finditer(share.reward.answer_pattern, text), one) for one in answers for text, _ in answer_forms(share, one))
     return any(last and (last[0][1] or "").strip() == one for found, one in forms for last in [[*found][-1:]])
 
 
 def written(pattern: str, answer: str) -> str:
-    """Return a text that most patterns match: with `answer` (not empty) for group 1, the first of alternatives, the fewest
-    repetitions, and one space where blanks or any text may stand."""
-    frames, is_found, atom = [("", [""])], False, ""  # (opening, text of each alternative); what a repetition is about
+    """Return a text that `pattern` matches in most cases, with `answer` (not empty) as group 1. It has the first of several
+    alternatives, the fewest repetitions, and one space in place of blanks or arbitrary text."""
+    frames, is_found, atom = [("", [""])], False, ""  # (opening, text of each alternative); text that a repetition repeats
     for token, times in _TOKEN.findall(pattern):
         if token[0] == "(":
             is_answer = not is_found and (token == "(" or token.startswith("(?P<"))
@@ -182,12 +182,12 @@ _TOKEN = re.compile(
     r"(?s)(\\(?:x..|u....|.)|\[\^?]?(?:\\.|[^]\\])*]|\((?:\?(?:P=\w+|P<\w+>|<?[=!]|[a-zA-Z-]*:?|>))?"
     r"|([*+?]|\{(?:\d+,?\d*|,\d+)})[?+]?|.)"
 )
-"""A part of a pattern: a character or a set of them, a bracket, or a number of times, which is also the second group."""
+"""Matches a part of a pattern: a character, a set, a bracket or a repetition. Group 2 is the repetition, else empty."""
 
 
 @cache
 def _character(token: str) -> str:
-    """Return a character that a part of a pattern matches; empty if it matches a position. Any group may be referred to."""
+    """Return a character that a part of a pattern matches; empty if it only matches a position. Backreferences are valid."""
     return next((one for one in f" 7xA{string.printable}{token}" if re.fullmatch("()" * 9 + token, one)), "")
 
 
@@ -238,7 +238,7 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
 
 def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
     """Yield a warning if nothing could be learned: no reference answer earns a reward, or all earn the same as an empty text.
-    Scorers that do not accept a bare reference as an answer may give it nothing."""
+    Scorers that do not accept a bare reference as an answer may reward none of them."""
     scorer, good = share.reward.scorer, [call for call in calls if call.status == "ok"]
     answers, earned = [call for call in good if call.completion], {call.reward for call in good}
     is_same = len(earned) == 1 and len(answers) < len(good)
@@ -348,7 +348,7 @@ def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Previe
         share = recipe.sets_by_place[place]
         for name in ("answer_pattern", "format_pattern"):
             if token := special.first(re.sub(r"\\(\W)", r"\1", pattern := getattr(share.reward, name))):
-                fix = f"rewards see completions without {token}, which is special; leave it out, or make it ordinary"
+                fix = f"rewards never see the special token {token}; leave it out, or make it an ordinary token"
                 yield FieldError(f"{place}reward.{name}", pattern, fix)
         problems = source.problems if isinstance(source, FileSource) and _has_prompt(share) else []
         if spelled := [one for one in problems if any(map(spellings.first, one.texts))]:

@@ -59,7 +59,7 @@ class Talker:
 
     def prompt(self, question: str, messages: list[dict[str, str]]) -> list[dict[str, str]]:
         if question == "long":
-            raise FieldError("prompt", "9 tokens", "the model's context has 8; shorten it")
+            raise FieldError("prompt", "9 tokens", "the model's context has 8; shorten the prompt")
         return [{"role": "system", "content": self.task.system_prompt}, *messages]
 
     def stream(self, prompt: Any, max_tokens: int, temperature: float) -> Iterator[str]:

@@ -149,10 +149,10 @@ def test_overlapping_intervals_and_other_tasks_are_told_and_each_set_is_compared
     shown = ["50.0% (40.0% to 60.0%), version 3", "58.0% (48.0% to 68.0%), version 3", "80.0% (70.0% to 90.0%), version 3"]
     talks = [shown[0], shown[2], "-"]
     assert comparison(runs)["results"][:2] == [("Held-out accuracy, sums", shown), ("Held-out accuracy, talks", talks)]
-    same = "Held-out accuracy, sums: A and B are equal on 128 held-out problems."
+    same = "Held-out accuracy, sums: A and B have the same accuracy on 128 held-out problems."
     assert notes([runs[0], runs[0]])[0] == same
     assert notes([*runs[:2], runs[0]])[:2] == [
-        same.replace("B are", "C are"),
+        same.replace("B have", "C have"),
         "Held-out accuracy, sums: the 95 % intervals of A and B; B and C overlap, so the difference may be chance.",
     ]
     other = run_in(tmp_path / "d", reward={"correct": 2.0}, task={"name": "words", "heldout_problems": 7})

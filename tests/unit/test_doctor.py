@@ -144,7 +144,7 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
     "grave groups-all-right": lambda: with_figures(
         healthy(), reward_mean=1.0, equal_reward_groups=1.0, groups_all_right=1.0, groups_all_wrong=0.0
     ),
-    "grave reward-constant graded mark": lambda: with_figures(
+    "grave reward-constant marks on a scale": lambda: with_figures(
         healthy(recipe={"reward": {"scorer": "judge", "judge": JUDGE}}), **STUCK
     ),
     "grave reward-constant": lambda: with_figures(healthy(), reward_mean=0.5, equal_reward_groups=1.0, groups_all_right=0.0),

@@ -152,8 +152,8 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
         ("new --data full/mine.csv --answer nr", "--answer = 'nr': is no column of the file; use Nr, Question or Answer"),
         (
             "new --data full/other.jsonl",
-            "--question is missing: no column is called question, prompt, problem, query, instruction, input or messages; name "
-            "the column, a or b; the first line of a CSV file names the columns",
+            "--question is missing: no column is called question, prompt, problem, query, instruction, input or messages; give "
+            "a or b; the first line of a CSV file names the columns",
         ),
         (
             "new --data full/one.jsonl --question a",

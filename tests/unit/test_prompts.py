@@ -256,7 +256,7 @@ def test_validate_shows_the_prompt_and_warns_of_what_may_not_be_meant(
     assert "tokens, special ones in ⟨⟩\n    | ⟨<|im_start|>⟩user\n" in shown
     assert "⟨<|im_start|>⟩assistant\n    | ⟨<think>⟩\n    | \n    | ⟨</think>⟩\n    | \n    | \n" in shown
     assert "the chat template never reads thinking;" in shown
-    assert "rewards see completions without <|im_start|>, which is special; leave it out" in shown
+    assert "rewards never see the special token <|im_start|>; leave it out" in shown
     assert "has control tokens such as <|im_end|> in 1 prompt, the first in line 3" in shown
 
 

@@ -47,8 +47,8 @@ Named = tuple[str, Tensor]
 
 class AdaptedLinearMethod(LinearMethodBase):
     """Adds the low-rank product to the output of `plain`, the layer's own method. A is [parts · rank, in] and B is [out, parts
-    · rank], both for this tensor-parallel rank. With unquantised 16-bit weights, this class also computes their product, so
-    that the sum is rounded once. On a CPU, vLLM packs these weights, and `unpacked` [in, out] is an unpacked copy."""
+    · rank], both for this tensor-parallel rank. With unquantised 16-bit weights W, this class also computes W·x itself, so
+    that the sum is rounded once. On a CPU, vLLM packs W, and `unpacked` [in, out] is an unpacked copy."""
 
     def __init__(self, layer: LinearBase, plain: LinearMethodBase, parts: int, config: LoraConfig, like: Tensor) -> None:
         self.plain, self.rank, self.scaling = plain, config.rank, config.scaling

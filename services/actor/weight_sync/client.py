@@ -231,8 +231,8 @@ class WeightUpdateClient:
         return replace(staged[0], receive_s=receive_s, prepare_s=prepare_s)
 
     async def commit(self, version: PolicyVersion) -> float:
-        """Pause between two decode steps, swap, and resume. Return the seconds of the pause. Unfinished sequences continue. A
-        TransferError means that `version` was not staged, and the old weights are still served. Raises `CommitFailed`, too."""
+        """Pause between two decode steps, swap, and resume. Return the seconds of the pause. Unfinished sequences continue.
+        Raises TransferError if the swap cannot begin; the old weights stay served. Raises `CommitFailed` if it fails later."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self.swapping:

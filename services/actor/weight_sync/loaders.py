@@ -54,7 +54,7 @@ class Loader(Protocol):
 
 def no_room(device: torch.device, share: float, *, weights: int = 0, layer: int = 0) -> str:
     """Return why an update does not fit on a GPU beside an engine that has `share` of its memory; empty if it fits. If only the
-    room for receiving is small, log a warning. `weights`: bytes of a second instance of the weights on that GPU. `layer`: bytes
+    room for receiving is lacking, log a warning. `weights`: bytes of a second instance of the weights there. `layer`: bytes
     of the largest decoder layer, if weights are loaded during the pause."""
     if device.type != "cuda":
         return ""
@@ -128,7 +128,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
 
 
 def _of_any_rank(reason: str, peers: Any) -> str:
-    """Return this rank's reason to load during the pause, or a message if only another rank has one: all must load alike."""
+    """Return this rank's reason to load during the pause, or a text if only another rank has one, since all must load alike."""
     there = torch.tensor(int(bool(reason)))
     torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX, group=peers.cpu_group)
     return reason or ("another rank of this actor cannot prepare weights while it generates" if there else "")
@@ -415,7 +415,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class PausedLoader:
-    """Loads while generation is paused, with vLLM's layerwise reload. The pause lasts for the whole load. Until then, one of
+    """Loads while generation is paused, with vLLM's layerwise reload. The pause lasts for the whole load. Before it, one of
     the actor's tensor-parallel ranks (`peers`) keeps each received tensor, on its GPU or, if that lacks room, in host memory.
     During the pause, this rank sends the tensor to the others. vLLM fills a layer once it has all its tensors, so an update
     takes GPU memory for two layers."""

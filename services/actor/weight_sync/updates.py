@@ -41,7 +41,7 @@ CONTROL_TYPES = {
 }
 REASON_CHARACTERS = 500
 STAGE_WITHIN_S = 3600.0
-"""Maximum seconds to load a version from the local file, which the worker's own checks end much earlier."""
+"""Maximum seconds to load a version from the local file. The worker's own checks end a stalled load much earlier."""
 LOG_BACKOFF = Backoff(first_s=0.5, most_s=5.0, jitter=0.2)
 
 
@@ -240,7 +240,7 @@ class UpdateListener:
 
     @property
     def _is_behind(self) -> bool:
-        """Return whether the log has a newer version than the served one. The message of its manifest may come after it."""
+        """Return whether the log has a newer version than the served one, and its manifest, which may come later, is here."""
         newest, served = PolicyVersion(self._published.incarnation, self._published.version), self._gate.served
         return self._published.manifest_id == self.manifest_id != "" and (served is None or newest > served)
 
@@ -282,7 +282,7 @@ class UpdateListener:
             await self._fail(commit, commit.version, error)
 
     async def _swap(self, commit: pb.Commit, trace: Trace) -> None:
-        """Serve the staged version from the next decode step on, and say so. Raises TransferError if that is impossible."""
+        """Serve the staged version from the next decode step on, and tell the trainer. Raises TransferError if this fails."""
         version, self._gate.swapping = PolicyVersion(commit.incarnation, commit.version), True
         try:
             about = {attributes.VERSION: commit.version, attributes.EPOCH: commit.epoch}

@@ -46,7 +46,7 @@ class Receiver:
     """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. Iterate
     `tensors()` to the end, close the iterator in any case, then call `staged`. Closing takes at most the stall timeout; the
     group is in use until then. `begin` runs a loader that does this on a new thread. If the group breaks, the loader keeps its
-    part and waits until `resume` continues or `drop` ends it. Call these three from one thread.
+    part and waits until `resume` continues or `drop` ends it. Call `begin`, `resume` and `drop` from one thread.
 
     `buffers`: number of chunks held at a time. With more than one, a thread receives the next chunks while the caller checks
     and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reused for chunks, and for larger tensors.
@@ -85,7 +85,7 @@ class Receiver:
         self._loading.add_done_callback(lambda done: self._problems.put(done.exception()))
 
     def resume(self, group: WeightGroup | StreamFile, timeout_s: float) -> None:
-        """Begin to receive the missing chunks. If only other ranks lack some, wait for these; this may raise TransferError."""
+        """Receive the missing chunks on the loader's thread, or here if only other ranks lack some. Raises TransferError."""
         assert self._loading is not None
         self.group, self.timeout_s = group, timeout_s
         if not self._loading.done():
@@ -117,7 +117,7 @@ class Receiver:
                 return
             except (GroupFailed, TransferAborted) as error:
                 started = time.monotonic()
-                if self._checksums:  # the error waits beside the loader: let go of its frames, which keep a chunk's memory
+                if self._checksums:  # frames of the error, which is kept, would hold a chunk's memory
                     error.__cause__ = error.__context__ = error.__traceback__ = None
                 if not self._checksums or not self._waits:
                     raise
@@ -130,7 +130,7 @@ class Receiver:
         """Yield the parameters that become complete. Chunks that only other ranks lack are received and dropped."""
         first, num_kept = self.group.first_chunk(self.manifest.content(self.version)), len(self._checksums)
         if first > num_kept:
-            raise GroupFailed("", f"version {self.version} continues with chunk {first}, but only {num_kept} are here")
+            raise GroupFailed("", f"version {self.version} continues with chunk {first}, but only {num_kept} chunks came")
         coming, self._deadline = self.manifest.chunks[first:], time.monotonic() + self.timeout_s
         if num_kept < len(self.manifest.chunks):
             unpacker.rewind(self.manifest.chunks[num_kept])
@@ -241,7 +241,7 @@ class TransferWorker:
     def swap(self) -> None:
         """Make the version of `check_staged` live. Raises TransferError if it has been discarded since."""
         assert self._to_swap is not None, "check_staged comes first"
-        self.check_staged(self._to_swap)  # without waiting for a loader that may wait for the rest of a version
+        self.check_staged(self._to_swap)  # fails without the lock, which a waiting loader may hold
         with self._loading:
             self._placement.synchronize()  # no queued work may still read the old weights
             self.check_staged(self._to_swap)
