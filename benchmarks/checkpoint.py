@@ -120,7 +120,7 @@ class Rounds:
             policy_version=self.version,
             recipe=self.recipe.model_dump(mode="json"),
             journal_bytes=0,
-            books={},
+            tracker={},
             next_group=0,
             position=0,
             held=HeldSequences(taken=tuple(self.groups)),

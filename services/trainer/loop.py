@@ -116,7 +116,7 @@ class OptimizerLoop:
         feeder.tokens = await asyncio.to_thread(group_tokens, self._run_dir, reserved)
         feeder.bounds.steps_begun = start.version
         if (state := start.state) is not None:
-            feeder.tracker.restore(state.books)
+            feeder.tracker.restore(state.tracker)
             feeder.next_group = state.next_group
             intake.restore(state.held, state.position)
             intake.tokens_arrived, intake.bad_messages = state.figures["tokens_arrived"], state.figures["bad_messages"]
@@ -298,7 +298,7 @@ class OptimizerLoop:
             policy_version=self.version,
             recipe=self._recipe.model_dump(mode="json"),
             journal_bytes=self.journal.size,
-            books=self._feeder.tracker.to_state(),
+            tracker=self._feeder.tracker.to_state(),
             next_group=self._feeder.next_group,
             position=self._intake.position,
             held=self._intake.held(),

@@ -151,7 +151,7 @@ async def test_checkpoints_that_are_due_and_the_last_one_have_record_and_books_o
         assert one.policy.calls.count("checkpoint 4") == 1
         assert list(resumable(tmp_path)) == list(one.loop.checkpoints.positions) == [4]
         state = load_run_state(resumable(tmp_path)[4].parent)
-        assert (state.policy_version, state.books["ledger"]["closed"]["trained"]) == (4, 8)
+        assert (state.policy_version, state.tracker["ledger"]["closed"]["trained"]) == (4, 8)
         assert state.figures["report"]["totals"]["steps"] == 4
 
 

@@ -275,13 +275,13 @@ class FakeUpdater:
             self._free.set()
 
 
-def make_run_state(version: int, books: SequenceTracker, **fields: Any) -> RunState:
+def make_run_state(version: int, tracker: SequenceTracker, **fields: Any) -> RunState:
     defaults: dict[str, Any] = {
         "run": RUN,
         "policy_version": version,
         "recipe": make_recipe().model_dump(mode="json"),
         "journal_bytes": 0,
-        "books": books.to_state(),
+        "tracker": tracker.to_state(),
         "next_group": 0,
         "position": 0,
         "held": HeldSequences(),

@@ -115,7 +115,7 @@ class RunState:
     recipe: Mapping[str, Any]
     journal_bytes: int
     """Length of the journal when the state was captured."""
-    books: Mapping[str, Any]
+    tracker: Mapping[str, Any]
     """`SequenceTracker.to_state()`."""
     next_group: int
     position: int
@@ -151,6 +151,8 @@ def load_run_state(folder: Path) -> RunState:
                 sequences[message.sequence_id] = decode_sequence(message.SerializeToString())
         held = _held_from_json(content.pop("held"), sequences, content["run"])
         unused = ("starts", "recipe_hash")  # earlier releases wrote them
+        if "books" in content:  # the key of earlier releases
+            content["tracker"] = content.pop("books")
         return RunState(**{name: value for name, value in content.items() if name not in unused}, held=held)
     except (OSError, ValueError, KeyError, TypeError, DecodeError, PipelineRLError) as error:
         raise ServiceError(
@@ -219,7 +221,7 @@ def journaled_state(run_dir: Path, run: str, version: int, recipe: Recipe) -> Ru
         policy_version=version,
         recipe=recipe.model_dump(mode="json"),
         journal_bytes=history.size if end is None else end,
-        books=tracker.to_state(),
+        tracker=tracker.to_state(),
         next_group=len(sizes),
         position=NOTHING_THERE,
         held=HeldSequences(),
