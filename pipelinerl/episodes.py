@@ -100,6 +100,7 @@ def imported(field: str, path: str) -> Callable[..., Any]:
         traceback.print_exc()  # a worker's standard error goes to the verifier's log
         is_absent = isinstance(error, ModuleNotFoundError) and "." not in (error.name or "")
         fix = "; install the package, or start in the folder that holds it" if is_absent else ""
+        fix = f"; write {module.removesuffix('.py')}:{name}" if module.endswith(".py") else fix
         kind = Lacking if is_absent else FieldError
         raise kind(field, path, f"cannot import {module}: {located(error)}{fix}") from error
     if not callable(function):
@@ -173,6 +174,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     name = getattr(function, "__name__", type(function).__name__)
     if not NAME.fullmatch(name):
         raise UserError(f"{name!r} cannot be a tool: use a function whose name has at most 64 letters, digits and underscores")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise UserError(f"tool {name}: is a generator function (it yields); return the result instead")
     description, described = _described(inspect.getdoc(function) or "")
     try:
         hints = typing.get_type_hints(function)
@@ -207,7 +210,7 @@ def _schema_of(hint: Any, what: str) -> dict[str, Any]:
         return {"type": _PLAIN[hint]}
     if origin in (Union, types.UnionType):
         return {"anyOf": [_schema_of(each, what) for each in arguments]}
-    if origin is Literal:
+    if origin is Literal and all(type(each) in _PLAIN for each in arguments):
         return {"enum": list(arguments)}
     if hint is list or origin is list:
         return {"type": "array", "items": _schema_of(arguments[0], what) if arguments else {}}
