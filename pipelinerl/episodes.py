@@ -131,6 +131,8 @@ def check_environment_class(kind: Callable[..., Any], config: Mapping[str, Any])
         if inspect.isfunction(plain := inspect.getattr_static(kind, method)):  # not a static or class method
             _bind(f"{kind.__name__}.{method}", plain, ("self", *parameters))
     _bind(getattr(kind, "__name__", repr(kind)), kind, config=config)
+    if callable(tools := inspect.getattr_static(kind, "tools", ())) or not hasattr(tools, "__get__"):  # not a property
+        offered_tools(kind)
 
 
 def _bind(name: str, function: Callable[..., Any], arguments: tuple[str, ...] = (), config: Mapping[str, Any] = {}) -> None:
@@ -188,7 +190,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
             fix = "but a model passes all arguments by name; make it an ordinary parameter"
             raise UserError(f"{what} cannot be passed by name, {fix}")
         if parameter.name not in hints:
-            raise UserError(f"{what} has no type hint; write one, such as {parameter.name}: str")
+            bound = f"bind the method in start: self.tools = [self.{name}]" if parameter.name == "self" else ""
+            raise UserError(f"{what} has no type hint; {bound or f'write one, such as {parameter.name}: str'}")
         schema = properties[parameter.name] = _schema_of(hints[parameter.name], what)
         if parameter.name in described:
             schema["description"] = described[parameter.name]
@@ -202,6 +205,15 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     described_function = {"name": name, "description": description, "parameters": parameters}
     return Tool(function, {"type": "function", "function": described_function})
+
+
+def offered_tools(environment: object) -> list[Mapping[str, Any]]:
+    """Return the schemas of `environment.tools`, which an environment may set in `start` and change between turns. Raises
+    `UserError`."""
+    tools = getattr(environment, "tools", None) or ()
+    if not isinstance(tools, list | tuple) or not all(isinstance(each, Mapping) or callable(each) for each in tools):
+        raise UserError(f"the environment's attribute tools is {tools!r:.200}; it must be a list of functions or schemas")
+    return [each if isinstance(each, Mapping) else tool_of(each).schema for each in tools]
 
 
 def _schema_of(hint: Any, what: str) -> dict[str, Any]:

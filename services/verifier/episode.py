@@ -193,21 +193,13 @@ def converse(environment: Environment, row: Mapping[str, Any], seed: int, policy
 
         messages = _messages(awaited(environment.start(row, seed)), "start")
         while True:
-            turn = policy.sample(messages, _offered(environment))
+            turn = policy.sample(messages, episodes.offered_tools(environment))
             reply = awaited(environment.reply(turn))
             if isinstance(reply, Done):
                 return reply, turn
             if isinstance(reply, list) and reply[: len(messages)] == messages:
                 raise TypeError("reply returned the whole conversation; it must return only the new messages")
             messages += _messages(reply, "reply")
-
-
-def _offered(environment: Environment) -> list[Mapping[str, Any]]:
-    """Return the schemas of `environment.tools`, which an environment may set in `start` and change between turns."""
-    tools = getattr(environment, "tools", None) or ()
-    if not isinstance(tools, list | tuple) or not all(isinstance(each, Mapping) or callable(each) for each in tools):
-        raise TypeError(f"the environment's attribute tools is {tools!r:.200}; it must be a list of functions or schemas")
-    return [each if isinstance(each, Mapping) else episodes.tool_of(each).schema for each in tools]
 
 
 def _messages(given: Any, method: str) -> Messages:

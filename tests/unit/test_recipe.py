@@ -700,12 +700,33 @@ class Hasty(Guessing):
         return ""
 
 
+class Offering(Guessing):
+    def look(self, place: str) -> str:
+        return place
+
+    tools = [look]  # noqa: RUF012
+
+
+class Naming(Guessing):
+    def tools(self) -> list[str]:
+        return []
+
+
+class Choosing(Guessing):
+    @property
+    def tools(self) -> list[str]:
+        raise AssertionError("without an object")
+
+
 def test_environments_and_tools_are_looked_at_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_environment_class(Guessing, {"limit": 3})
+    check_environment_class(Choosing, {})
     check_environment_class(lambda **config: Guessing(**config), {"limit": 3})
     for kind, config, said in (
         (Guessing, {"limti": 3}, "is called with task.config = {'limti': 3}: got an unexpected keyword argument 'limti'"),
         (Hasty, {}, "Hasty.reply(self) -> 'str' is called with self, turn: too many positional arguments"),
+        (Offering, {}, "tool look: parameter self has no type hint; bind the method in start: self.tools = [self.look]"),
+        (Naming, {}, "attribute tools is <function Naming.tools"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             check_environment_class(kind, config)
