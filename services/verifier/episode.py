@@ -151,7 +151,7 @@ def _hint(error: BaseException, request: EpisodeRequest) -> str:
     if isinstance(error, KeyError):
         return f"; the row has {', '.join(row_of(request)) or 'no fields, because task.path has none'}"
     if re.search("Permission denied|Operation not permitted", str(error)):
-        return "; a sandbox forbids writing files, and connections to other services (reward.sandbox: false turns it off)"
+        return "; in a sandbox, code cannot write files or reach other services (reward.sandbox: false turns it off)"
     return ""
 
 

@@ -148,7 +148,7 @@ def denied(*_: Any) -> None:
         ({"start": lambda *_: [{"role": "user", "text": "Hello"}]}, "crashed", "start returned [{'role': 'user', 'text': "),
         ({"start": lambda *_: [{"role": "user", "content": None}]}, "crashed", "start returned [{'role': 'user', 'content': N"),
         ({"start": lambda _, row, seed: row["question"]}, "crashed", "; the row has level, kind"),
-        ({"start": denied}, "crashed", "; a sandbox forbids writing files, "),
+        ({"start": denied}, "crashed", "; in a sandbox, code cannot write files "),
         ({"reply": lambda _, turn: turn.messages if len(turn.messages) < 3 else Done(1.0)}, "crashed", "whole conversation"),
         ({"tools": lambda _: []}, "crashed", "attribute tools is <bound method"),
         ({"tools": ["multiply"]}, "crashed", "attribute tools is ['multiply']; it must be a list of functions or schemas"),

@@ -288,6 +288,11 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
             "the environment gives the reward (",
         ),
         (f"reward.judge={JUDGE}", "reward.judge", "applies only to reward.scorer = 'judge'"),
+        (
+            f"reward={{scorer: judge, judge: {JUDGE.replace('{comp', '{question} {{answer}} {comp')}}}",
+            "reward.judge.template",
+            "{question} would not be replaced; use {prompt}, {completion} and {reference} only",
+        ),
         ("actor.colocate=true", "actor.colocate", "needs mode = 'conventional', in which actor and trainer take turns"),
         ("mode=conventional actor.colocate=true actor.count=2", "actor.count", "2: actor.colocate is for one actor and one"),
         ("evaluation.samples=4", "evaluation.samples", "4: greedy answers to a problem are all the same"),
