@@ -173,6 +173,8 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
         if done.correct is not None:  # the component `answer` only says whether the answer is right
             components = {"answer": correct if done.correct else 0.0}
             components["environment"] = reward - components["answer"]
+        if hidden := ", ".join(components.keys() & metrics):
+            raise BadReward(f"Done's metric {hidden} has the name of a term of the reward, which would hide it; rename it")
         return VerifyResult(
             status=verifier_pb2.VERIFY_STATUS_OK, reward=reward, components=components, metrics=metrics, answer=turn.text
         )
