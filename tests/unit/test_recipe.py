@@ -823,8 +823,6 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         ({"source": "verifiers", "name": "any", "path": "p.jsonl"}, "task.path", "has its own problems"),
         ({"source": "verifiers", "name": "any"}, "reward.sandbox", "a sandbox would block the servers"),
         ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program"),
-        ({"source": "environment", "name": "a:B", "instruction": "Be brief."}, "task.instruction", "is not used"),
-        ({"source": "jsonl", "path": "p.jsonl", "system_prompt": "Be brief."}, "task.system_prompt", "'plain'; use chat"),
         ({"source": "tools", "path": "p.jsonl", "tools": ["a:f", "b:f"]}, "task.tools", "several functions of the same name"),
         ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
         ({"source": "agent", "command": "a", "path": "p"}, "reward.overlong.buffer_tokens", "answer has no length in tokens"),
