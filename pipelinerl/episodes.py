@@ -100,6 +100,7 @@ def imported(field: str, path: str) -> Callable[..., Any]:
         traceback.print_exc()  # a worker's standard error goes to the verifier's log
         is_absent = isinstance(error, ModuleNotFoundError) and "." not in (error.name or "")
         fix = "; install the package, or start in the folder that holds it" if is_absent else ""
+        fix = f"; write {module.removesuffix('.py')}:{name}" if module.endswith(".py") else fix
         kind = Lacking if is_absent else FieldError
         raise kind(field, path, f"cannot import {module}: {located(error)}{fix}") from error
     if not callable(function):
@@ -130,6 +131,8 @@ def check_environment_class(kind: Callable[..., Any], config: Mapping[str, Any])
         if inspect.isfunction(plain := inspect.getattr_static(kind, method)):  # not a static or class method
             _bind(f"{kind.__name__}.{method}", plain, ("self", *parameters))
     _bind(getattr(kind, "__name__", repr(kind)), kind, config=config)
+    if callable(tools := inspect.getattr_static(kind, "tools", ())) or not hasattr(tools, "__get__"):  # not a property
+        offered_tools(kind)
 
 
 def _bind(name: str, function: Callable[..., Any], arguments: tuple[str, ...] = (), config: Mapping[str, Any] = {}) -> None:
@@ -173,6 +176,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     name = getattr(function, "__name__", type(function).__name__)
     if not NAME.fullmatch(name):
         raise UserError(f"{name!r} cannot be a tool: use a function whose name has at most 64 letters, digits and underscores")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise UserError(f"tool {name}: is a generator function (it yields); return the result instead")
     description, described = _described(inspect.getdoc(function) or "")
     try:
         hints = typing.get_type_hints(function)
@@ -185,7 +190,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
             fix = "but a model passes all arguments by name; make it an ordinary parameter"
             raise UserError(f"{what} cannot be passed by name, {fix}")
         if parameter.name not in hints:
-            raise UserError(f"{what} has no type hint; write one, such as {parameter.name}: str")
+            bound = f"bind the method in start: self.tools = [self.{name}]" if parameter.name == "self" else ""
+            raise UserError(f"{what} has no type hint; {bound or f'write one, such as {parameter.name}: str'}")
         schema = properties[parameter.name] = _schema_of(hints[parameter.name], what)
         if parameter.name in described:
             schema["description"] = described[parameter.name]
@@ -201,13 +207,22 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     return Tool(function, {"type": "function", "function": described_function})
 
 
+def offered_tools(environment: object) -> list[Mapping[str, Any]]:
+    """Return the schemas of `environment.tools`, which an environment may set in `start` and change between turns. Raises
+    `UserError`."""
+    tools = getattr(environment, "tools", None) or ()
+    if not isinstance(tools, list | tuple) or not all(isinstance(each, Mapping) or callable(each) for each in tools):
+        raise UserError(f"the environment's attribute tools is {tools!r:.200}; it must be a list of functions or schemas")
+    return [each if isinstance(each, Mapping) else tool_of(each).schema for each in tools]
+
+
 def _schema_of(hint: Any, what: str) -> dict[str, Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _PLAIN:
         return {"type": _PLAIN[hint]}
     if origin in (Union, types.UnionType):
         return {"anyOf": [_schema_of(each, what) for each in arguments]}
-    if origin is Literal:
+    if origin is Literal and all(type(each) in _PLAIN for each in arguments):
         return {"enum": list(arguments)}
     if hint is list or origin is list:
         return {"type": "array", "items": _schema_of(arguments[0], what) if arguments else {}}

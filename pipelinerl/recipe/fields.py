@@ -352,7 +352,7 @@ class JudgeConfig(Section):
     template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")]
     """Message to the judge. It must contain `{completion}`; `{prompt}` and `{reference}` (answer) are optional."""
     pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")]
-    r"""Regular expression, such as `Score: (\d+)`. Group 1 of its last match in the judge's answer is the judge's number."""
+    r"""Regular expression, such as `Score: (\d+(?:\.\d+)?)`. Group 1 of its last match in the answer is the judge's number."""
     full_marks: float = Field(1.0, gt=0, description="The judge's number for a fully right answer; the lowest is 0.")
     concurrency: int = Field(16, ge=1, le=1024, description="Maximum number of simultaneous calls of each verifier.")
     requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls by each verifier; retries count. 0 = no limit.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -125,6 +126,8 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
         yield "name", "must name a class, such as pkg.module:Class, because task.source = 'environment'"
     if bool(task.tools) != (task.source == "tools"):
         yield "tools", f"source {task.source!r} {'needs functions' if task.source == 'tools' else 'uses none; leave it out'}"
+    if len({path.rpartition(":")[2] for path in task.tools}) < len(task.tools):
+        yield "tools", "has several functions of the same name, by which the policy calls them; rename one, or leave it out"
     if bool(task.command) != (task.source == "agent"):
         yield "command", f"source {task.source!r} {'needs a program' if task.source == 'agent' else 'runs none; leave it out'}"
     try:
@@ -170,6 +173,7 @@ def _rewards(recipe: Recipe) -> Broken:
 
 
 _OF_COMPLETIONS = ("answer_pattern", "format_pattern", "json_schema", "overlong.buffer_tokens", "timeout_s")
+_UNFILLED = re.compile(r"(?<![\\\w{])\{(question|problem|query|input|answer|response|output|solution|ground_truth)\}")
 _OF_SCORER = {"json_schema": "json_schema", "tests_field": "code", "test_timeout_s": "code"}
 
 
@@ -192,6 +196,8 @@ def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
         yield "format_weight", "adds nothing without reward.format_pattern; set both, or neither"
     if reward.format_pattern and not reward.format_weight:
         yield "format_pattern", "adds nothing, since reward.format_weight is 0; set both, or neither"
+    if reward.judge is not None and (unfilled := _UNFILLED.search(reward.judge.template)):
+        yield "judge.template", f"{unfilled[0]} would not be replaced; use {{prompt}}, {{completion}} and {{reference}} only"
     if reward.judge is not None and reward.answer_pattern:
         yield "answer_pattern", "is ignored: the judge gets the whole completion; leave it out"
     if reward.sandbox and not (task.is_episodic or reward.is_function or reward.scorer == "code"):

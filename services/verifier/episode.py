@@ -14,6 +14,7 @@ import inspect
 import json
 import math
 import os
+import re
 import selectors
 import shlex
 import subprocess
@@ -22,6 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from itertools import islice
 from statistics import fmean
 from typing import IO, TYPE_CHECKING, Any
@@ -35,7 +37,8 @@ from pipelinerl.tasks.source import Division, Split, conversation, prompt_of
 from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
-from services.verifier.rewards.compose import make_reward, wrong_number
+from services.verifier.rewards.compose import make_reward, number_of, terms_of, wrong_number
+from services.verifier.rewards.item import BadReward
 from services.verifier.worker import MESSAGE_CHARACTERS, failed, score_item
 
 if TYPE_CHECKING:
@@ -134,12 +137,22 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: fl
         result = failed(verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the episode exceeded reward.memory_mib")
     except EpisodeFailed as failure:
         result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, str(failure))
+    except BadReward as error:
+        result = failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, str(error))
     except BaseException as error:  # noqa: BLE001 - the process boundary; an environment may also raise SystemExit
         traceback.print_exc()
-        result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the environment raised {located(error)}")
+        result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the environment raised {located(error)}{_hint(error, request)}")
     result.sequence_id = request.sequence_id
     result.seconds = time.perf_counter() - started_s
     return result
+
+
+def _hint(error: BaseException, request: EpisodeRequest) -> str:
+    if isinstance(error, KeyError):
+        return f"; the row has {', '.join(row_of(request)) or 'no fields, because task.path has none'}"
+    if re.search("Permission denied|Operation not permitted", str(error)):
+        return "; in a sandbox, code cannot write files or reach other services (reward.sandbox: false turns it off)"
+    return ""
 
 
 def play_environment(make: Callable[[], Environment], correct: float) -> Play:
@@ -147,8 +160,11 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
 
     def play(request: EpisodeRequest, policy: Policy) -> VerifyResult:
         done, turn = converse(make(), row_of(request), request.seed, policy)
-        reward = float(done.reward)
-        metrics = {str(name): float(value) for name, value in done.metrics.items()}
+        reward = number_of(done.reward, "Done's reward")
+        if not isinstance(done.metrics, Mapping):
+            raise BadReward(f"Done's metrics are {done.metrics!r:.100}; give a dict of numbers, or leave them out")
+        named = terms_of(done.metrics, "Done's dict of metrics")
+        metrics = {name: number_of(value, f"Done's metric {name!r}") for name, value in named.items()}
         if not all(map(math.isfinite, metrics.values())):
             return failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, f"not all of the environment's metrics are finite: {metrics}")
         components = {"answer": reward}
@@ -157,6 +173,8 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
         if done.correct is not None:  # the component `answer` only says whether the answer is right
             components = {"answer": correct if done.correct else 0.0}
             components["environment"] = reward - components["answer"]
+        if hidden := ", ".join(components.keys() & metrics):
+            raise BadReward(f"Done's metric {hidden} has the name of a term of the reward, which would hide it; rename it")
         return VerifyResult(
             status=verifier_pb2.VERIFY_STATUS_OK, reward=reward, components=components, metrics=metrics, answer=turn.text
         )
@@ -166,7 +184,6 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
 
 def converse(environment: Environment, row: Mapping[str, Any], seed: int, policy: Policy) -> tuple[Done, Turn]:
     """Alternate turns and replies until the environment is done. Return its result and the last turn."""
-    offered = getattr(environment, "tools", ())
 
     async def wait_for(value: Any) -> Any:
         return await value
@@ -178,27 +195,33 @@ def converse(environment: Environment, row: Mapping[str, Any], seed: int, policy
 
         messages = _messages(awaited(environment.start(row, seed)), "start")
         while True:
-            turn = policy.sample(messages, offered)
+            turn = policy.sample(messages, episodes.offered_tools(environment))
             reply = awaited(environment.reply(turn))
             if isinstance(reply, Done):
                 return reply, turn
+            if isinstance(reply, list) and reply[: len(messages)] == messages:
+                raise TypeError("reply returned the whole conversation; it must return only the new messages")
             messages += _messages(reply, "reply")
 
 
 def _messages(given: Any, method: str) -> Messages:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    if isinstance(given, list) and given and all(isinstance(each, dict) and "role" in each for each in given):
-        return list(given)
+    if isinstance(given, list) and given and all(map(_is_message, given)):
+        return deepcopy(given)  # the environment may reuse its objects
     wanted = "a string or a list of messages, {'role': ..., 'content': ...}" + (" or Done" * (method == "reply"))
     raise TypeError(f"{method} returned {given!r:.200}; it must be {wanted}")
+
+
+def _is_message(given: Any) -> bool:
+    return isinstance(given, dict) and "role" in given and (given.get("content") is not None or bool(given.get("tool_calls")))
 
 
 class ToolUse:
     """An environment for problems from a file. The policy may call the task's functions, plain or async, until it answers."""
 
     def __init__(self, tools: Mapping[str, Tool], task: TaskConfig) -> None:
-        self._tools, self._task = tools, task
+        self._tools, self._task, self.num_errors = tools, task, 0
         self.tools = [tool.schema for tool in tools.values()]
 
     def start(self, row: Mapping[str, Any], seed: int) -> Messages:
@@ -221,7 +244,7 @@ class ToolUse:
         from jsonschema import Draft202012Validator
         from jsonschema.exceptions import best_match
 
-        tool = self._tools.get(call.name)
+        tool, is_called = self._tools.get(call.name), False
         if tool is None:
             return f"error: there is no tool {call.name!r:.100}; use {', '.join(self._tools)}"
         try:
@@ -229,14 +252,22 @@ class ToolUse:
             problem = best_match(Draft202012Validator(tool.parameters).iter_errors(arguments))
             if problem is not None:
                 return f"error: {problem.json_path}: {problem.message}"[:MESSAGE_CHARACTERS]
+            is_called = True
             result = tool.function(**arguments)
             if inspect.isawaitable(result):
                 result = await result
-            return result if isinstance(result, str) else json.dumps(result, default=str)
+            return result if isinstance(result, str) else json.dumps(result, default=_plain, ensure_ascii=False)
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - an error of the tool, which the policy sees
+            if is_called:  # perhaps a defect, for example if every call fails
+                self.num_errors += 1
+                traceback.print_exc()
             return f"error: {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
@@ -340,8 +371,12 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
         tools[tool.name] = tool
 
     def play_tools(request: EpisodeRequest, policy: Policy) -> VerifyResult | VerifyItem:
-        _, turn = converse(ToolUse(tools, task), row_of(request), request.seed, policy)
-        return scored(request, turn.text, turn, policy.completion_tokens)
+        use = ToolUse(tools, task)
+        _, turn = converse(use, row_of(request), request.seed, policy)
+        result = scored(request, turn.text, turn, policy.completion_tokens)
+        if isinstance(result, VerifyResult):
+            result.metrics["tool_errors"] = use.num_errors
+        return result
 
     return play_tools
 

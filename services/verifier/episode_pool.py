@@ -189,8 +189,10 @@ class EpisodePool:
                 frame = await read_frame(reader, within_s, _LONGEST_FRAME_BYTES)
             except TimeoutError:
                 self._metrics.timeouts.inc()
-                name = "episode_timeout_s" if within_s == left_s else "answer_timeout_s"
-                raise TimeoutError(f"it took more than {getattr(task, name):g} s (task.{name}) and was killed") from None
+                name, how = "episode_timeout_s", "took more than"
+                if within_s != left_s:
+                    name, how = "answer_timeout_s", "waited for its environment's code for more than"
+                raise TimeoutError(f"it {how} {getattr(task, name):g} s (task.{name}) and was killed") from None
             except (asyncio.IncompleteReadError, ConnectionError):
                 await asyncio.wait((ended,), timeout=_ENDS_WITHIN_S)
                 if not ended.done():

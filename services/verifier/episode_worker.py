@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+import numpy.random
+
 from pipelinerl.errors import FieldError, UserError
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, EpisodeRequest, VerifyItem
@@ -189,6 +191,9 @@ def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifie
             verifier.send_bytes(refusal.SerializeToString())
             return
     random.seed(request.seed)  # otherwise all episodes would draw the same numbers from the template's state
+    numpy.random.seed(request.seed % 2**32)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(request.seed)
     pid = os.getpid()
 
     policy = Policy(request.base_url, lambda waits: verifier.send_bytes(WAITS if waits else WORKS))

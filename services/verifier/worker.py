@@ -89,6 +89,8 @@ def failed(
 
 
 def _hint(error: BaseException, item: verifier_pb2.VerifyItem, answer: str | None) -> str:
+    if f"'{RewardInput.__name__}'" in str(error):
+        return f"; the argument is an item, with the attributes {', '.join(RewardInput.__dataclass_fields__)}"
     if isinstance(error, KeyError):
         reference = _reference(item.reference_json)
         row = reference.get("row")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import hostile_rewards as misdeeds
+import numpy as np
 
 from pipelinerl.episodes import Done, Messages, Turn
 
@@ -26,7 +27,10 @@ class Hostile:
         self._row, self._left = row, int(row.get("turns", 1))
         assert os.getpid() != IMPORTED_IN, "the template runs no environment"
         self._do("in_start")
-        return [{"role": "system", "content": f"seed {seed}"}, {"role": "user", "content": str(random.random())}]
+        return [
+            {"role": "system", "content": f"seed {seed}"},
+            {"role": "user", "content": f"{random.random()} {np.random.random()}"},
+        ]
 
     def reply(self, turn: Turn) -> Messages | str | Done:
         self._do("in_reply")
@@ -60,6 +64,11 @@ async def divide(a: float, b: float = 1.0) -> float:
 
 def repeat(text: str, times: int) -> str:
     return text * times
+
+
+def table() -> dict[str, Any]:
+    """Numbers."""
+    return {"é": np.arange(2), "one": np.int64(1)}
 
 
 def run(program: str) -> str:

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import yaml
 
+from pipelinerl.episodes import Done, Turn
 from pipelinerl.errors import UserError
 from pipelinerl.messages.verification import VerifierAway, VerifierClient, status_name
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
 from services.verifier.confinement import children, descendants
+from services.verifier.episode import Policy, play_environment, run_episode
 from services.verifier.sandbox import confinement_missing
 from tests.support.chat_endpoint import endpoint
 from tests.support.fake_endpoint import FakeEndpoint, calls, fake_endpoint, refuses, says
@@ -99,7 +101,7 @@ async def test_the_same_seed_draws_the_same_and_another_one_something_else(hosti
     drawn = sorted((r["messages"][0]["content"], r["messages"][1]["content"]) for r in policy.requests)
     assert drawn[0] == drawn[1]
     assert drawn[2] == drawn[3]
-    assert drawn[0][1] != drawn[2][1]
+    assert not set(drawn[0][1].split()) & set(drawn[2][1].split())  # neither Python's number nor NumPy's
 
 
 @pytest.mark.parametrize(("correct", "components"), [(True, [1.0, -0.25]), (False, [0.0, 0.75])])
@@ -115,6 +117,72 @@ async def test_an_environment_must_say_true_or_false(hostile: Verifier, policy: 
     (result,) = await run(hostile.address.grpc, episode(policy, {"correct": "no"}))
     assert status_name(result.status) == "crashed"
     assert "Done has correct='no'; it must be True, False or None" in result.message
+
+
+class Odd:
+    def start(self, row: Any, seed: int) -> Any:
+        return "?"
+
+    def reply(self, turn: Turn) -> Any:
+        return Done(1.0)
+
+
+def play(environment: type[Odd], policy: FakeEndpoint, row: dict[str, Any]) -> VerifyResult:
+    client = Policy(policy.base_url(), lambda _: None)
+    result = run_episode(play_environment(environment, 1.0), episode(policy, row), client, max_abs=1e4)
+    assert isinstance(result, VerifyResult)
+    return result
+
+
+def denied(*_: Any) -> None:
+    raise PermissionError(13, "Permission denied", "log.txt")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "said"),
+    [
+        ({"reply": lambda *_: Done(None)}, "bad_reward", "Done's reward is None, not a number"),  # type: ignore[arg-type]
+        ({"reply": lambda *_: Done("0.5")}, "bad_reward", "Done's reward is '0.5', not a number"),  # type: ignore[arg-type]
+        ({"reply": lambda *_: Done(1.0, True)}, "bad_reward", "metrics are True; give a dict"),  # type: ignore[arg-type]
+        ({"reply": lambda *_: Done(1.0, {"a": None})}, "bad_reward", "metric 'a' is None, not"),  # type: ignore[dict-item]
+        ({"reply": lambda *_: Done(1.0, {"answer": 7.0})}, "bad_reward", "Done's metric answer has the name of a term"),
+        ({"start": lambda *_: [{"role": "user", "text": "Hello"}]}, "crashed", "start returned [{'role': 'user', 'text': "),
+        ({"start": lambda *_: [{"role": "user", "content": None}]}, "crashed", "start returned [{'role': 'user', 'content': N"),
+        ({"start": lambda _, row, seed: row["question"]}, "crashed", "; the row has level, kind"),
+        ({"start": denied}, "crashed", "; in a sandbox, code cannot write files "),
+        ({"reply": lambda _, turn: turn.messages if len(turn.messages) < 3 else Done(1.0)}, "crashed", "whole conversation"),
+        ({"tools": lambda _: []}, "crashed", "attribute tools is <bound method"),
+        ({"tools": ["multiply"]}, "crashed", "attribute tools is ['multiply']; it must be a list of functions or schemas"),
+    ],
+)
+def test_a_mistake_of_an_environment_is_named(wrong: dict[str, Any], status: str, said: str, policy: FakeEndpoint) -> None:
+    result = play(type("Odd", (Odd,), wrong), policy, {"level": 1, "kind": "a"})
+    assert status_name(result.status) == status
+    assert said in result.message
+
+
+def test_an_environment_offers_functions_from_its_start_on_and_may_reuse_its_messages(policy: FakeEndpoint) -> None:
+    def look(place: str) -> str:
+        return place
+
+    class Changing(Odd):
+        def start(self, row: Any, seed: int) -> Any:
+            self.tools, self._message = (
+                [look, {"type": "function", "function": {"name": "go"}}],
+                {"role": "user", "content": "?"},
+            )
+            return [self._message]
+
+        def reply(self, turn: Turn) -> Any:
+            if not self.tools:
+                return Done(1.0)
+            self.tools, self._message["content"] = [], "!"
+            return [self._message]
+
+    assert play(Changing, policy, {}).reward == 1.0
+    first, second = policy.requests
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["look", "go"]
+    assert ("tools" in second, [message["content"] for message in second["messages"]]) == (False, ["?", "0.5", "!"])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +210,7 @@ async def test_an_actor_that_refuses_or_is_gone_is_nobodys_fault(hostile: Verifi
 
 MISDEEDS = [
     ("sleep 600", "timeout", "10 s (task.answer_timeout_s)"),
-    ("hang_in_c", "timeout", "10 s (task.answer_timeout_s)"),
+    ("hang_in_c", "timeout", "waited for its environment's code for more than 10 s (task.answer_timeout_s)"),
     ("raise", "crashed", "RuntimeError: boom"),
     ("sys_exit", "crashed", "SystemExit"),
     ("os_exit", "crashed", "exit code 3"),
@@ -304,6 +372,7 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
             calls("multiply", '{"a": "six", "b": 7}'),
             calls("multiply", "[6"),
             calls("add", "{}"),
+            calls("table", "{}"),
             calls("repeat", '{"text": "\\ud800", "times": 300000}'),
             *([] if confinement_missing() else [calls("run", json.dumps({"program": ESCAPES["has memory without a name"]}))]),
             says("It is #42"),
@@ -314,7 +383,7 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
         "name": "sums",
         "path": "unused.jsonl",
         "prompt_template": "{left} * {right}?",
-        "tools": [f"hostile_environments:{name}" for name in ("multiply", "divide", "repeat", "run")],
+        "tools": [f"hostile_environments:{name}" for name in ("multiply", "divide", "repeat", "table", "run")],
         "system_prompt": "You have tools.",
         "instruction": "Write # before the answer.",
     }
@@ -324,12 +393,13 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
         (result,) = await served(tmp_path, data, request)
     assert (status_name(result.status), result.answer) == ("ok", "It is #42")
     assert dict(result.components) == {"answer": 1.0, "overlong": pytest.approx(-0.5 * (9 - 2) / 8)}
+    assert dict(result.metrics) == {"tool_errors": 1.0 if confinement_missing() else 2.0}  # divide and run
     first, last = endpoint.requests[0], endpoint.requests[-1]
     assert first["messages"] == [
         {"role": "system", "content": "You have tools."},
         {"role": "user", "content": "6 * 7?\nWrite # before the answer."},
     ]
-    assert [tool["function"]["name"] for tool in first["tools"]] == ["multiply", "divide", "repeat", "run"]
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["multiply", "divide", "repeat", "table", "run"]
     answers = [message for message in last["messages"] if message["role"] == "tool"]
     assert {message["tool_call_id"] for message in answers} == {"call-1"}
     assert [message["content"] for message in answers] == [
@@ -337,7 +407,8 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
         "error: ZeroDivisionError: division by zero",
         "error: $.a: 'six' is not of type 'integer'",
         "error: JSONDecodeError: Expecting ',' delimiter: line 1 column 3 (char 2)",
-        "error: there is no tool 'add'; use multiply, divide, repeat, run",
+        "error: there is no tool 'add'; use multiply, divide, repeat, table, run",
+        '{"é": [0, 1], "one": 1}',
         "\ufffd" * 262_144 + "\n[cut: these are 262144 of 300000 characters]",
         *([] if confinement_missing() else ["error: PermissionError: [Errno 1] Operation not permitted"]),
     ]

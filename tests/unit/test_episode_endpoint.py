@@ -464,6 +464,7 @@ async def test_rude_requests_are_refused_and_change_nothing() -> None:
                     {"messages": ASK, "stop": [""]},
                     {"messages": ASK, "stop": 7},
                     {"messages": ASK, "tools": {"a": 1}},
+                    {"messages": ASK, "functions": [{"name": "f"}]},
                 ):
                     answer = await raw.post(url, json=wrong)
                     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request"), wrong

@@ -288,6 +288,11 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
             "the environment gives the reward (",
         ),
         (f"reward.judge={JUDGE}", "reward.judge", "applies only to reward.scorer = 'judge'"),
+        (
+            f"reward={{scorer: judge, judge: {JUDGE.replace('{comp', '{question} {{answer}} {comp')}}}",
+            "reward.judge.template",
+            "{question} would not be replaced; use {prompt}, {completion} and {reference} only",
+        ),
         ("actor.colocate=true", "actor.colocate", "needs mode = 'conventional', in which actor and trainer take turns"),
         ("mode=conventional actor.colocate=true actor.count=2", "actor.count", "2: must be 1 if actor and trainer share a GPU"),
         ("evaluation.samples=4", "evaluation.samples", "4: greedy answers to a problem are all the same"),
@@ -700,12 +705,33 @@ class Hasty(Guessing):
         return ""
 
 
+class Offering(Guessing):
+    def look(self, place: str) -> str:
+        return place
+
+    tools = [look]  # noqa: RUF012
+
+
+class Naming(Guessing):
+    def tools(self) -> list[str]:
+        return []
+
+
+class Choosing(Guessing):
+    @property
+    def tools(self) -> list[str]:
+        raise AssertionError("without an object")
+
+
 def test_environments_and_tools_are_looked_at_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_environment_class(Guessing, {"limit": 3})
+    check_environment_class(Choosing, {})
     check_environment_class(lambda **config: Guessing(**config), {"limit": 3})
     for kind, config, said in (
         (Guessing, {"limti": 3}, "is called with task.config = {'limti': 3}: got an unexpected keyword argument 'limti'"),
         (Hasty, {}, "Hasty.reply(self) -> 'str' is called with self, turn: too many positional arguments"),
+        (Offering, {}, "tool look: parameter self has no type hint; bind the method in start: self.tools = [self.look]"),
+        (Naming, {}, "attribute tools is <function Naming.tools"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             check_environment_class(kind, config)
@@ -797,6 +823,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         ({"source": "verifiers", "name": "any", "path": "p.jsonl"}, "task.path", "has its own problems"),
         ({"source": "verifiers", "name": "any"}, "reward.sandbox", "a sandbox would block the servers"),
         ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program"),
+        ({"source": "tools", "path": "p.jsonl", "tools": ["a:f", "b:f"]}, "task.tools", "several functions of the same name"),
         ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
         ({"source": "agent", "command": "a", "path": "p"}, "reward.overlong.buffer_tokens", "answer has no length in tokens"),
         ({"source": "agent", "command": "a", "path": "p"}, "reward.truncated", "does not report cut turns"),

@@ -415,6 +415,8 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "def several(item): yield 1\n"
         "class Later:\n    async def __call__(self, item): return 1\n"
         "object_of = Later()\n"
+        "def text(completion): return float('42' in completion)\n"
+        "def big(item): return 10**400\n"
     )
     (tmp_path / "leaving_rewards.py").write_text("import sys\nsys.exit(3)\n")
     (tmp_path / "broken_rewards.py").write_text("import no_such_library\n")
@@ -439,6 +441,8 @@ def test_what_is_no_number_is_no_reward(user_module: str) -> None:
     for name in ("word", "nothing"):
         with pytest.raises(BadReward, match="not a number"):
             user_scorer(f"house_rewards:{name}")(item("x"))
+    with pytest.raises(BadReward, match="the reward is a number too large"):
+        user_scorer("house_rewards:big")(item("x"))
     with pytest.raises(FieldError, match="a generator function"):
         user_scorer("house_rewards:several")
     with pytest.raises(BadReward, match="has 129 terms; return at most 128"):
@@ -455,6 +459,7 @@ def test_what_is_no_number_is_no_reward(user_module: str) -> None:
         ("house_rewards:two", "must take one argument.*of verl.*of TRL"),
         ("leaving_rewards:score", "cannot import leaving_rewards: SystemExit: 3 at .*leaving_rewards.py:2"),
         ("no_such_module:score", "cannot import no_such_module"),
+        ("house_rewards.py:half", "cannot import house_rewards.py: .*; write house_rewards:half"),
         ("broken_rewards:score", "No module named 'no_such_library' at .*broken_rewards.py:1; install the package"),
     ],
 )
@@ -674,6 +679,11 @@ def test_finish_reason_and_lengths_reach_the_function() -> None:
         wire_item("x", {}, completion_tokens=7, max_tokens=9, finish_reason=sequence_pb2.FINISH_REASON_LENGTH, prompt_text="p"),
     )
     assert seen == [RewardInput("p", "x", "x", {}, completion_tokens=7, max_tokens=9, finish_reason="length", sequence_id="s")]
+
+
+def test_a_function_that_takes_the_item_for_a_text_is_told_the_items_attributes(user_module: str) -> None:
+    result = score_item(ComposedReward(RewardConfig(), user_scorer("house_rewards:text")), wire_item("42", {}))
+    assert "; the argument is an item, with the attributes prompt, completion, answer, reference, " in result.message
 
 
 def raiser(error: BaseException) -> ComposedReward:

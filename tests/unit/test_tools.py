@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from enum import Enum
 from typing import Any, Literal, Optional
 
 import pytest
@@ -64,10 +65,23 @@ def test_name_hints_and_docstring_are_the_schema() -> None:
     }
 
 
+class Order(Enum):
+    NEW = 1
+
+
 def no_hint(query) -> None: ...  # type: ignore[no-untyped-def]
 def odd_hint(query: set[str]) -> None: ...
 def starred(*queries: str) -> None: ...
 def odd_default(query: str = object()) -> None: ...  # type: ignore[assignment]
+def yields(query: str) -> Iterator[str]:
+    yield query
+
+
+async def yields_later(query: str) -> AsyncIterator[str]:
+    yield query
+
+
+def odd_literal(query: Literal[Order.NEW]) -> None: ...
 def unknown_hint(query: Nowhere) -> None: ...  # type: ignore[name-defined] # noqa: F821
 
 
@@ -78,6 +92,9 @@ def unknown_hint(query: Nowhere) -> None: ...  # type: ignore[name-defined] # no
         (odd_hint, "tool odd_hint: parameter query is set; use str, int"),
         (starred, "tool starred: parameter queries cannot be passed by name"),
         (odd_default, "tool odd_default: parameter query has the default <object"),
+        (yields, "tool yields: is a generator function (it yields)"),
+        (yields_later, "tool yields_later: is a generator function (it yields)"),
+        (odd_literal, "tool odd_literal: parameter query is Literal; use str, int"),
         (unknown_hint, "tool unknown_hint: its type hints cannot be read: name 'Nowhere'"),
         (lambda: None, "'<lambda>' cannot be a tool: use a function whose name has"),
     ],

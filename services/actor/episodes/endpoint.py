@@ -118,6 +118,8 @@ class Endpoint:
         messages = read_messages(body.get("messages") or None)
         if body.get("n") not in (None, 1):
             raise Unrenderable(f"n = {body['n']!r}: use 1, since each request records one answer; send several requests")
+        if body.get("functions"):
+            raise Unrenderable(f"functions = {body['functions']!r:.100}: use tools, which replaced this field")
         tools, may_call = asked.tools or [], asked.tool_choice != "none"
         context = context_of(chat, episode.served, messages, tools)
         self._count_ignored(ignored_fields(body, episode.sampling))

@@ -212,34 +212,35 @@ def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
 
 def _own_score(returned: Any) -> Score:
     if isinstance(returned, Mapping):
-        parts = {name: _number(value, f"part {name!r}") for name, value in _terms(returned).items()}
+        parts = {name: number_of(value, f"part {name!r}") for name, value in terms_of(returned).items()}
         return Score(sum(parts.values()), parts=parts)
-    return Score(_number(returned, "the reward"))
+    return Score(number_of(returned, "the reward"))
 
 
 def _verl_score(returned: Any) -> Score:
     """Read verl's result: `score` is the reward, other numbers are metrics, and other values are ignored."""
     if not isinstance(returned, Mapping):
-        return Score(_number(returned, "the reward"))
+        return Score(number_of(returned, "the reward"))
     if "score" not in returned:
         raise BadReward(f"the reward has no 'score', only {', '.join(map(str, returned)) or 'nothing'}"[:200])
     others = {name: value for name, value in returned.items() if name != "score" and not isinstance(value, str | bytes)}
     numbers = {name: value for name, value in others.items() if isinstance(value, SupportsFloat)}
-    metrics = {name: float(value) for name, value in _terms(numbers).items()}
+    metrics = {name: float(value) for name, value in terms_of(numbers).items()}
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    return Score(_number(returned["score"], "'score'"), metrics=finite)
+    return Score(number_of(returned["score"], "'score'"), metrics=finite)
 
 
 def _trl_score(returned: Any) -> Score:
     values = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping) else []
     if len(values) != 1:
         raise BadReward(f"the reward is {returned!r:.100}, not a list of one number for one completion")
-    return Score(_number(values[0], "the reward"))
+    return Score(number_of(values[0], "the reward"))
 
 
-def _terms(returned: Mapping[Any, Any]) -> dict[str, Any]:
+def terms_of(returned: Mapping[Any, Any], what: str = "the reward") -> dict[str, Any]:
+    """Return named numbers with text as names. Raises `BadReward` if there are too many, or if a name is too long."""
     if len(returned) > MOST_TERMS:
-        raise BadReward(f"the reward has {len(returned):,} terms; return at most {MOST_TERMS}")
+        raise BadReward(f"{what} has {len(returned):,} terms; return at most {MOST_TERMS}")
     terms = {as_unicode(str(name)): value for name, value in returned.items()}
     if (longest := max(terms, key=len, default="")) and len(longest) > TERM_CHARACTERS:
         problem = f"the name of a term has {len(longest):,} characters; use at most {TERM_CHARACTERS}"
@@ -247,13 +248,15 @@ def _terms(returned: Mapping[Any, Any]) -> dict[str, Any]:
     return terms
 
 
-def _number(value: Any, what: str) -> float:
+def number_of(value: Any, what: str) -> float:
+    """Return a number of users' code as a float. Raises `BadReward` for anything else, also for text."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError("a text")
         return float(value)
-    except (TypeError, ValueError) as error:
-        raise BadReward(f"{what} is {value!r:.100}, not a number") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        shown = "a number too large" if isinstance(error, OverflowError) else f"{value!r:.100}, not a number"
+        raise BadReward(f"{what} is {shown}") from error
 
 
 def exact(item: RewardInput) -> Score:
@@ -329,14 +332,17 @@ def judge_scorer(config: JudgeConfig) -> Scorer:
     pattern = re.compile(config.pattern)
 
     def score(item: RewardInput) -> Score:
-        found = [match[1] for match in pattern.finditer(item.judgement)]
+        found = [*pattern.finditer(item.judgement)]
         try:
-            value = float(found[-1]) / config.full_marks
+            value = float(found[-1][1]) / config.full_marks
         except (IndexError, TypeError, ValueError):
             value = math.nan
         if not 0 <= value <= 1:
             told = f"reward.judge.pattern finds no number from 0 to {config.full_marks:g}"
             raise BadReward(f"{told} in the judge's answer: {item.judgement[-200:]!r}")
+        if cut := re.match(r"\.?\d+", item.judgement[found[-1].end(1) :]):
+            told = f"reward.judge.pattern takes only {found[-1][1]!r} of {found[-1][1] + cut[0]!r}"
+            raise BadReward(rf"{told}; let its group match the whole number, such as (\d+(?:\.\d+)?)")
         return Score(value, f"the judge says: {item.judgement[-400:].strip()}")
 
     return score
