@@ -306,7 +306,7 @@ MEANINGS = {
     "episode_timeout": "the episode took longer than task.episode_timeout_s, or its environment than task.answer_timeout_s",
     "episode_crashed": "the environment or agent raised an exception or failed in another way, and the policy was not at fault",
     "episode_out_of_memory": "the episode needed more than reward.memory_mib",
-    "episode_bad_reward": "the episode's reward or a metric is not finite, or the reward exceeds reward.max_abs",
+    "episode_bad_reward": "the episode's reward or a metric is not a finite number, or the reward exceeds reward.max_abs",
     "episode_bad_reference": "the problem's reference lacks a value that the episode needs",
     "episode_unknown_task": "the verifier's recipe does not have this task",
     "turn_timeout": "a turn took longer than task.turn_timeout_s",
