@@ -100,7 +100,7 @@ class ControlTokens:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Encode a text that will be continued, without the tokens that the tokenizer adds at the end of a text. A control
-        token that a mark splits is encoded as ordinary text."""
+        token into which `parted` put its mark is encoded as ordinary text."""
         first, *others = text.split(_MARK)
         token_ids = list(self._tokenizer.encode(first, add_special_tokens=add_special_tokens))
         if add_special_tokens:

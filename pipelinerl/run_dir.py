@@ -232,7 +232,7 @@ _UNSTARTED = {
 
 
 def _make_empty(run: RunDir, option: str) -> None:
-    """Make the folder, or empty it if its run's trainer never started. Raises `FieldError` on `option`."""
+    """Make the folder, or empty it if its run's trainer never started. Raises a `FieldError` that names `option`."""
     path, value = run.path, str(run.path)
     if path.exists() and not path.is_dir():
         raise FieldError(option, value, "is a file; give a folder that is new or empty")

@@ -431,10 +431,10 @@ def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
             yield f"    {outcome.value.replace('_', ' ')}: {reason}  {number(count)}"
     for one in audit.history.starts[1:]:
         undid = (
-            f"{one.undid['steps']} steps, {number(one.undid['trained'])} sequences trained, "
-            f"{number(one.undid['ended_otherwise'])} ended otherwise, {number(one.undid['groups'])} groups issued"
+            f"{one.undid['steps']} steps, {number(one.undid['groups'])} issued groups, {number(one.undid['trained'])} trained "
+            f"sequences, {number(one.undid['ended_otherwise'])} sequences that ended otherwise"
         )
-        yield f"  incarnation {one.incarnation} continued from version {one.version} and undid {undid}"
+        yield f"  incarnation {one.incarnation} continued from version {one.version}; undone: {undid}"
     yield from _versions(trained_per_version(audit), versions)
     yield from _streams(audit)
     yield ""

@@ -75,7 +75,7 @@ def read_events(path: Path) -> Iterator[tuple[int, Event]]:
     for offset, line in read_lines(path):
         event = parse_event(line)
         if event is None:
-            raise ValueError(f"{path.name}: line without an event at byte {offset}: {line[:80]!r}")
+            raise ValueError(f"{path.name}: the line at byte {offset} is not an event: {line[:80]!r}")
         yield offset, event
 
 

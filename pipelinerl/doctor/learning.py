@@ -43,7 +43,7 @@ def numerics(run: RunRecords) -> Findings:
     moved = numbers_in(after, "log_weight_abs_max") if run.recipe.model.dtype == "float32" else []
     is_still = (len(moved) >= 3 and max(moved) < 2e-3) or max(run.values("grad_norm"), default=1) < 1e-6
     yield from found(
-        ("engine-differs", failures, failures >= 3, f"{failures:.0f} probe answers fail, by up to {difference:.2g} nats",
+        ("engine-differs", failures, failures >= 3, f"{failures:.0f} probe answers fail, differences up to {difference:.2g}",
          "weights.probe_tolerance", "compare versions and dtypes of actors and trainer; raise it if rounding is the cause"),
         ("engine-differs", kl >= most, kl >= 10 * most, f"mismatch_kl {kl:.2g} nats", "algorithm.mask",
          "use icepop; also set model.head_dtype: float32, or leave out actor.engine.quantization"),

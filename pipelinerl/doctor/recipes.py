@@ -435,7 +435,7 @@ def _is_said(words: list[str], text: str) -> bool:
 
 
 def _forms(view: SetView) -> Findings:
-    """Yield the findings `form-unsaid`."""
+    """Yield the `form-unsaid` findings."""
     pattern, task, field = view.share.reward.answer_pattern, view.share.task, f"{view.place}reward.answer_pattern"
     if view.written and not re.search(pattern, view.written):
         yield Finding("form-unsaid", "grave", f"the model writes {view.written!r}", field, "use that of its recipe")
@@ -453,15 +453,16 @@ def _forms(view: SetView) -> Findings:
         words = re.findall(r"[^\W\d_]{2,}", marker.lower() if ignores_case else marker) or [marker]
         if len(marker) >= 2 and not (view.thinks and "think" in words) and not _is_said(words, text):
             yield Finding("form-unsaid", "warning", f"the reward looks for {marker!r}", field, "ask for it, with an example")
-    asked, scorer = "a box" if _is_said([r"\boxed"], text) else view.steps, view.share.reward.scorer
-    is_unread = asked == "a box" and "boxed" not in pattern if pattern else bool(asked and view.answers)
+    asked, scorer = r"\boxed" if _is_said([r"\boxed"], text) else view.steps, view.share.reward.scorer
+    is_unread = asked == r"\boxed" and "boxed" not in pattern if pattern else bool(asked and view.answers)
     if is_unread and scorer in ("task", "exact"):
-        told = f"prompts ask for {asked}, and the reward compares {view.marker or 'the whole text'!r}"
+        compared = f"the text after {view.marker!r}" if view.marker else "the whole text"
+        told = f"prompts say {asked!r}, but the reward compares {compared}"
         yield Finding("form-unsaid", "warning", told, f"{view.place}reward.scorer", "ask for what it reads, or use math")
 
 
 def _stops(view: SetView) -> Findings:
-    """Yield the findings `stop-cuts-answers`."""
+    """Yield the `stop-cuts-answers` findings."""
     marker, pattern = view.marker, re.sub(r"\\(\W)", r"\1", view.share.reward.answer_pattern)
     before = f"{view.share.task.instruction}\n{view.share.task.system_prompt}"
     before = before.partition(marker)[0] if marker else before
@@ -478,7 +479,7 @@ def _stops(view: SetView) -> Findings:
 
 
 def _judge(view: SetView) -> Findings:
-    """Yield the findings `judge-misled`."""
+    """Yield the `judge-misled` findings."""
     if (judge := view.share.reward.judge) is None:
         return
     at, words = f"{view.place}reward.judge", re.findall(r"[a-z]{2,}", _literal(judge.pattern).lower())

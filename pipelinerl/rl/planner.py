@@ -69,9 +69,9 @@ def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
 
 def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
     """Estimate speeds from the data sheet. A decode step reads weights and KV cache once and computes 2 FLOPs per active weight
-    and sequence. If a token uses the share a of the weights, as in a mixture of experts, a step of H sequences reads the share
-    1 - (1 - a)^H. Training computes 6 FLOPs per active weight and token, or 4 for a frozen weight. Samples of a group that
-    share a micro-batch share one prompt."""
+    and sequence. If each token uses a share s of the weights (s < 1 in a mixture of experts), a step of H sequences reads the
+    share 1 - (1 - s)^H. Training computes 6 FLOPs per active weight and token, or 4 for a frozen weight. Samples of a group in
+    the same micro-batch share one prompt."""
     per_actor = recipe.actor.engine.tensor_parallel_size
     prompt_tokens = longest_prompt(recipe)
     held_bytes = tokens_held(lengths, prompt_tokens) * model.kv_bytes

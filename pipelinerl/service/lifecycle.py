@@ -146,7 +146,7 @@ def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]
-"""Main function of a service. It serves until the event is set, and puts its policy version, if any, into the `LogContext`."""
+"""Main function of a service. It ends with its work, or when the event is set. The `LogContext` gets its policy version."""
 
 
 def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings], *, stop_within_s: float | None = None) -> int:

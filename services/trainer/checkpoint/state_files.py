@@ -181,7 +181,7 @@ def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple
         if name not in saved:
             raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: use a checkpoint of this model")
         if saved[name] != shape:
-            fix = f"has {name} of shape {list(saved[name])} instead of the recipe's {list(shape)}: use one of this model"
+            fix = f"has {name} of shape {list(saved[name])} instead of the recipe's {list(shape)}: use a checkpoint of it"
             raise FieldError(FIELD, str(folder), fix)
     for name in saved:
         if name not in wanted and not name.startswith(f"{RNG}/"):

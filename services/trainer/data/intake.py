@@ -173,7 +173,7 @@ class Intake:
         for actor, share in self.quarantine.judge(tokens).items():
             log.error(
                 f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 do not have the "
-                "log-probability of the version that it names; its sequences fail until the trainer restarts"
+                "log-probability that their version gives them; its sequences fail until the trainer restarts"
             )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:

@@ -62,7 +62,7 @@ def as_in_files(
 
 
 def converted_parameters(model: PreTrainedModel) -> frozenset[str]:
-    """Return the names of the parameters whose name or shape differs in the model's files (takes 10 to 50 µs each)."""
+    """Return the names of parameters that have another name or shape in the model's files. Takes 10 to 50 µs per parameter."""
     shapes = _shapes(model)
     return frozenset(name for name, one in shapes if revert_weight_conversion(model, {name: one}).get(name) is not one)
 
