@@ -7,6 +7,7 @@ scorers read references with `final_answer`. `pipelinerl.recipe.rehearsal` tests
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _BOX = re.compile(r"\\f?boxed\s*(?:(\{)|(-?(?:\d[\d.,/]*\d|\d|[A-Za-z]))(?![\w{]))|\\f?box\s*(\{)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -18,22 +19,29 @@ _UNIT = re.compile(
 _NEUTRAL = re.compile(r"(?:\\frac|\\cdot|\\times|\\[{}]|[|{}()\[\]\s/*^!.+])*1?(?:[|{}()\[\]\s!.]|\\[{}])*")
 """Text around a number that may leave its value unchanged, such as brackets, a division by 1, or the factorial of 2."""
 
-_BEGINS_THOUGHT = re.compile(r"<(?:think|thinking|thought|reasoning)>|\[THINK\]|◁think▷")
-_ENDS_THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]|◁/think▷")
+_BEGINS_THOUGHT = r"<(?:think|thinking|thought|reasoning)>|\[THINK\]|◁think▷"
+_ENDS_THOUGHT = r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]|◁/think▷"
 
 FOUND_NONE = "reward.answer_pattern found no answer"
 """Reason of a reward of 0 for a completion in which no answer was found."""
 
 
-def after_thoughts(text: str, prompt: str = "") -> slice:
-    """Return the part of a completion that follows its last thought and precedes a thought that has no end. It is empty if
-    `prompt` begins a thought, as some chat templates do, and the completion does not end it."""
-    *_, last = None, *_ENDS_THOUGHT.finditer(text)
-    if last is None and re.search(rf"(?:{_BEGINS_THOUGHT.pattern})\s*$", prompt):
-        return slice(0, 0)
-    start = last.end() if last else 0
-    unfinished = _BEGINS_THOUGHT.search(text, start)
-    return slice(start, unfinished.start() if unfinished else len(text))
+def thoughts(text: str, prompt: str = "") -> list[tuple[int, int]]:
+    """Return start and end of each thought in a completion. The first may begin in `prompt`, as in some chat templates, and the
+    last may have no end. An end tag that closes nothing ends a thought that began where the previous one ended."""
+    found = list[tuple[int, int]]()
+    begin = 0 if re.search(rf"(?:{_BEGINS_THOUGHT})\s*$", prompt) else None
+    for tag in re.finditer(f"({_BEGINS_THOUGHT})|{_ENDS_THOUGHT}", text):
+        if not tag[1]:
+            found.append((begin if begin is not None else found[-1][1] if found else 0, tag.end()))
+        begin = (tag.start() if begin is None else begin) if tag[1] else None
+    return found if begin is None else [*found, (begin, len(text))]
+
+
+def outside(ranges: Sequence[tuple[int, int]], text: str) -> str:
+    """Return `text` without the ranges, which are in order, with its parts on lines of their own."""
+    starts, stops = [0, *(stop for _, stop in ranges)], [*(start for start, _ in ranges), len(text)]
+    return "\n".join(text[start:stop] for start, stop in zip(starts, stops, strict=True)).strip()
 
 
 def occurs(reference: str, text: str) -> bool:

@@ -73,6 +73,9 @@ def gym_reference(family: str, seed: int = 3, **config: Any) -> dict[str, Any]:
         ("#(.+)", "[THINK]so #7, or", None),
         ("<answer>(.*)</answer>", "<think><answer>\n7\n</answer></think><answer>\n42\n</answer>", "42"),
         (r"</think>\s*(.*)", "<think>7</think> 42", "42"),
+        (r"^#(\d+)", "<think>#7</think>\n#42", "42"),
+        (r"<answer>(.*)</answer>", "<answer>42</answer><reasoning>or <answer>7</answer>", "42"),
+        (r"#(\d+)", "<think>a</think>#4<think>b</think>2 7</think>", "4"),
     ],
 )
 def test_the_answer_is_the_group_of_the_last_match_outside_thoughts(pattern: str, completion: str, answer: str | None) -> None:

@@ -35,7 +35,7 @@ from pipelinerl.service.lifecycle import background
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.transfer.stores import PIECE_BYTES, open_files, watched, write_object
-from services.trainer.checkpoint.files import link_export, link_tree
+from services.trainer.checkpoint.files import link_export, link_tree, tidy
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -199,6 +199,7 @@ class Uploads:
         if not self._root:
             yield
             return
+        tidy(self._aside)
         last, found = read_json(self._run_dir / UPLOADED), resumable(self._run_dir)
         if str(last.get("url", "")).startswith(f"{self._root}/"):
             self.last = last

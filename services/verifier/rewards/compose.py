@@ -22,7 +22,7 @@ from typing import Any, SupportsFloat
 from pipelinerl.episodes import imported
 from pipelinerl.errors import FieldError, as_unicode
 from pipelinerl.recipe.fields import JudgeConfig, RewardConfig, TaskConfig
-from pipelinerl.tasks.final_answer import after_thoughts
+from pipelinerl.tasks.final_answer import outside, thoughts
 from pipelinerl.tasks.rows import ABSENT, value_in
 from pipelinerl.tasks.source import conversation, prompt_of
 from services.verifier.rewards.code import code_scorer
@@ -48,18 +48,19 @@ class ComposedReward:
 
     def find_answer(self, completion: str, prompt: str = "") -> str | None:
         """Return group 1 of the last match of `answer_pattern`, stripped, or None. Without a pattern, return the completion. An
-        answer inside a thought does not count. A match may only begin there if the text after all thoughts has no match.
+        answer inside a thought does not count. If the text outside thoughts has no match, the pattern may match their tags.
 
         The first search is without re.DOTALL, so that `Answer: (.*)` takes only its line. A second search, after the last
         match, is with re.DOTALL, so that `<answer>(.*)</answer>` finds an answer of several lines."""
         if not self._answers:
             return completion.strip()
-        part = after_thoughts(completion, prompt)
-        for begin in dict.fromkeys((part.start, 0)):
-            answer, end = None, begin
+        hidden = thoughts(completion, prompt)
+        for text, excluded in ((outside(hidden, completion), []), (completion, hidden)):
+            answer, end = None, 0
             for pattern in self._answers:
-                for match in pattern.finditer(completion, end, part.stop):
-                    answer, end = match.group(1) if match.start(1) >= part.start else None, match.end()
+                for match in pattern.finditer(text, end):
+                    is_thought = any(start <= match.start(1) < stop for start, stop in excluded)
+                    answer, end = None if is_thought else match.group(1), match.end()
             if answer is not None:
                 return answer.strip()
         return None
@@ -340,7 +341,7 @@ def judge_scorer(config: JudgeConfig) -> Scorer:
         if not 0 <= value <= 1:
             told = f"reward.judge.pattern finds no number from 0 to {config.full_marks:g}"
             raise BadReward(f"{told} in the judge's answer: {item.judgement[-200:]!r}")
-        if cut := re.match(r"\.?\d+", item.judgement[found[-1].end(1) :]):
+        if cut := re.match(r"(?!\.0+(?!\d))\.?\d+", item.judgement[found[-1].end(1) :]):
             told = f"reward.judge.pattern takes only {found[-1][1]!r} of {found[-1][1] + cut[0]!r}"
             raise BadReward(rf"{told}; let its group match the whole number, such as (\d+(?:\.\d+)?)")
         return Score(value, f"the judge says: {item.judgement[-400:].strip()}")

@@ -17,7 +17,7 @@ from typing import Any
 
 from mpmath import mpc
 
-from pipelinerl.tasks.final_answer import after_thoughts, boxes, final_answer
+from pipelinerl.tasks.final_answer import boxes, final_answer, outside, thoughts
 from services.verifier.rewards import expressions
 from services.verifier.rewards.expressions import Node, Number, Unreadable, evaluate, inexact, symbols
 from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput, Score, Scorer, reference_answer
@@ -63,7 +63,7 @@ _MONTH = re.compile(
 
 def claims(text: str, *, boxed: bool) -> list[str]:
     """Return the answers that `text` claims, all of which must be right."""
-    text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", text[after_thoughts(text)])
+    text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", outside(thoughts(text), text))
     found, tagged = boxes(text), text.rfind("<answer>")
     if boxed or (found and found[-1][0] > tagged):
         given, end = _joined_boxes(text, found) if found else ("", 0)
@@ -416,7 +416,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 @lru_cache(maxsize=4096)
 def reference_text(text: str) -> str:
     """Return the answer in a reference. Raises `BadReference` if no answer can be compared with it."""
-    answer = final_answer(text[after_thoughts(text)])
+    answer = final_answer(outside(thoughts(text), text))
     plain, quoted = expressions.tidy(answer), f"{text[:80]!r}"
     if not re.search(r"\w|\\[a-zA-Z{]", plain):
         raise BadReference("answer", f"{quoted} is not a mathematical expression")
@@ -449,8 +449,8 @@ def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
         wanted = reference_text(reference_answer(item))
         if item.answer is None:
             return NO_ANSWER
-        if after_thoughts(item.completion, item.prompt).stop == 0:
-            return Score(0.0, "the thought that the prompt begins has no end")
+        if item.completion.strip() and not outside(thoughts(item.completion, item.prompt), item.completion):
+            return Score(0.0, "the completion is only a thought")
         try:
             with _alarm(timeout_s / 4):
                 found = claims(item.answer, boxed=boxed)
