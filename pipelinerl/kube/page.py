@@ -33,7 +33,7 @@ _REPORT_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-"""HTTP headers of the report, an HTML file with inline scripts and styles."""
+"""Headers of the report, which is one file with its scripts inside."""
 AWAY = "The trainer does not answer, and there is no report yet: try again in a minute.\n"
 
 

@@ -1,4 +1,4 @@
-"""The reward. It gets one completion at a time and returns a number; more is better."""
+"""The reward function gets one completion at a time and returns a number; higher is better."""
 
 import re
 
