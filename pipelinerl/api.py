@@ -210,7 +210,7 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        """Whether a process of the run lives."""
+        """True while a process of the run is alive."""
         return (self._process is not None and self._process.poll() is None) or bool(living_names(self._dir))
 
     def scale(self, actors: int) -> None:

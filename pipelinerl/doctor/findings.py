@@ -27,7 +27,7 @@ GRAVITIES: tuple[Gravity, ...] = ("grave", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found. `evidence` holds the figures, `field` names the setting to change, and `fix` says what to do about it.
+    """A result of a rule. `evidence` holds the figures, `field` names the setting to change, and `fix` says what to do.
     `sample` is a line of samples.jsonl that shows the problem. `apply` adds the rule's page as `docs`, the rule's meaning if
     the finding has none, and the present value of a numeric field at the beginning of `fix`."""
 

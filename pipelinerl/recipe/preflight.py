@@ -106,7 +106,7 @@ def check_environment(recipe: Recipe, reward_rows: int = 0, modules: Path | None
 
 
 def environment_with(modules: Path | None) -> dict[str, str]:
-    """Return the environment for a process that looks for modules in this folder first, and in the current folder last."""
+    """Return the environment of a process that imports from `modules` first, and from the current folder last."""
     if modules is None:
         return dict(os.environ)
     path = filter(None, (str(modules.resolve()), os.environ.get("PYTHONPATH"), os.getcwd()))

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where chunks are: on a CUDA device, with a torch.cuda.Stream for their transfer, or in host memory, without a stream."""
+    """Memory of chunks: a CUDA device, with a torch.cuda.Stream for their transfer, or host memory, without a stream."""
 
     device: torch.device
     stream: Any = None
