@@ -18,7 +18,9 @@ const PrlViews = (() => {
     return sets.map(([name, of]) => `; ${name} ${percent(of.accuracy.value)}${passed(of)}`).join("");
   }
   const heldoutNote = (one) => (lowerBound(one) === null ? "" : `; ${percent(one.lower_bound)} if unanswered problems count as wrong`) + setsNote(one);
-  const COLOR = ["var(--series-1)", "var(--series-2)", "var(--series-3)", "var(--series-4)"];
+  const COLOR = [1, 2, 3, 4, 5, 6].map((n) => `var(--series-${n})`);
+  /* Return the colour and dash of line i of a chart with any number of lines; no two of 18 have both in common. */
+  const look = (i) => ({ color: COLOR[i % COLOR.length], dash: ["", "dashed", "dotted"][Math.floor(i / COLOR.length) % 3] });
   const RECENT = 20, SMOOTHED = 60;
 
   function duration(seconds) {
@@ -65,17 +67,17 @@ const PrlViews = (() => {
     const evaluations = [{ name: "accuracy", color: COLOR[0], points: accuracy, dots: accuracy.length < 40 }];
     if (bounds.length) evaluations.push({ name: "if unanswered problems count as wrong", color: COLOR[1], points: bounds, dots: true });
     const names = [...new Set(data.heldout.flatMap((one) => Object.keys(one.sets)))];
-    const ofSet = (name, label, value) => ({ name: label, color: COLOR[2 + (names.indexOf(name) % 2)], dots: true,
+    const ofSet = (name, label, value) => ({ name: label, ...look(2 + names.indexOf(name)), dots: true,
       points: pick(data.heldout, axis, (one) => (one.sets[name] ? value(one.sets[name]) : null)).filter(([, y]) => isKnown(y)) });
     if (names.length > 1) evaluations.push(...names.map((name) => ofSet(name, name, (of) => of.accuracy.value)));
     const passed = names.map((name) => ofSet(name, names.length > 1 ? `pass@k, ${name}` : "pass@k", (of) => (Object.values(of.pass_at).slice(-1)[0] || {}).value));
-    evaluations.push(...passed.filter((one) => one.points.length));
+    evaluations.push(...passed.filter((one) => one.points.length).map((one) => (names.length > 1 ? { ...one, dash: "dotted" } : one)));
     const tasks = [...new Set(r.flatMap((one) => Object.keys(one.tasks || {})))].sort();
-    const rewards = tasks.map((name, i) => ({ name, color: COLOR[1 + (i % 3)], points: smooth(pick(r, axis, (one) => ((one.tasks || {})[name] || {}).reward_mean)) }));
+    const rewards = tasks.map((name, i) => ({ name, ...look(1 + i), points: smooth(pick(r, axis, (one) => ((one.tasks || {})[name] || {}).reward_mean)) }));
     const reported = (rows, of, dots) => {
       const named = rows.flatMap((one) => Object.entries(of(one)).flatMap(([task, own]) => Object.keys(own).map((name) => JSON.stringify([task, name]))));
       const keys = [...new Set(named)].sort().map((key) => JSON.parse(key)), several = new Set(keys.map(([task]) => task)).size > 1;
-      return keys.map(([task, name], i) => ({ name: several ? `${task}: ${name}` : name, color: COLOR[i % COLOR.length], dots,
+      return keys.map(([task, name], i) => ({ name: several ? `${task}: ${name}` : name, ...look(i), dots,
         points: smooth(pick(rows, axis, (one) => (of(one)[task] || {})[name])) }));
     };
     /* `beside` hides a chart whose series all equal one that is drawn already, and an empty chart. */

@@ -54,7 +54,7 @@ from tests.chart.rendering import NAMESPACE
 from tests.faults.slow import talks
 from tests.monitoring.catalogue import groups, names_in, samples, shown_alerts
 from tests.support import stranger
-from tests.support.browser import OpenPage, barriers, chromium, opened
+from tests.support.browser import OpenPage, barriers, chromium, opened, too_wide
 from tests.support.collector import Collector, collecting
 from tests.support.runs import (
     PARITY_NATS,
@@ -116,9 +116,6 @@ OF_SPEED = {
 """Alerts about how fast actors and trainer are, and how fast a policy changes: without their `for`, random
 weights may fire them."""
 PHONE = {"width": 360, "height": 740}
-TOO_WIDE = """() => [...document.querySelectorAll('main *')]
-    .filter((e) => !e.closest('.table, pre, .scroll, .hidden') && e.getBoundingClientRect().right > innerWidth + 1)
-    .map((e) => e.outerHTML.slice(0, 80))"""
 
 
 @dataclass
@@ -358,8 +355,7 @@ async def test_samples_are_coloured_by_version_and_say_what_a_token_weighs(tour:
 async def test_the_page_reads_on_a_phone_by_day_and_by_night(tour: Tour, calm: Calm, scheme: str) -> None:
     async with opened(tour.browser, tour.url, viewport=PHONE, color_scheme=scheme, has_touch=True) as shown:
         await shown.version_above(0)
-        assert await shown.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-        assert await shown.page.evaluate(TOO_WIDE) == []
+        assert await too_wide(shown.page) == []
         background = await shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
         bright = sum(int(number) for number in re.findall("[0-9]+", background)[:3]) > 384
         assert bright == (scheme == "light")
@@ -571,8 +567,11 @@ async def test_the_page_points_to_the_report_which_has_the_same_views(tour: Tour
         await report.until("() => document.querySelectorAll('.samples .tokens .token').length > 10")
         issued = f"{stopped.summary['sequences']['issued']:,}"
         assert await report.page.inner_text("[data-ledger=issued] td") == issued
-        assert await report.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-        assert await report.page.evaluate(TOO_WIDE) == []
+        assert await too_wide(report.page) == []
+        keys = "(legends) => legends.map((one) => [...one.querySelectorAll('.key')].map((key) => key.style.cssText))"
+        looks = await report.page.locator(".legend").evaluate_all(keys)
+        assert max(map(len, looks)) > 6, "accuracy and pass@k of three sets"
+        assert all(len({*one}) == len(one) for one in looks), "no two lines of a chart look alike"
         assert await barriers(report.page) == []
         assert report.problems == []
 
@@ -729,8 +728,7 @@ async def test_the_run_is_compared_with_its_own_state_before(tour: Tour, resumed
             assert await shown.page.locator("svg text", has_text="step").count() == 7
             await shown.page.locator(".chart svg").first.press("End")
             assert f"step {resumed.last}" in await shown.page.locator(".tip").first.inner_text()
-            assert await shown.page.evaluate("document.documentElement.scrollWidth") <= width
-            assert await shown.page.evaluate(TOO_WIDE) == []
+            assert await too_wide(shown.page) == []
             assert await barriers(shown.page) == []
             assert (shown.problems, shown.requests) == ([], [page.as_uri()])
 
