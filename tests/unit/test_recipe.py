@@ -337,6 +337,8 @@ def test_tasks_have_what_the_recipe_says_unless_they_say_otherwise() -> None:
         ("tasks.weight=2", "--set tasks.weight", "give a position, from 0: tasks.0.weight"),
         ("tasks.0.wieght=2", "--set tasks.0.wieght", "allowed here: name, task"),
         ("tasks.2.weight=2", "--set tasks.2.weight", "the list has 2 items, counted from 0"),
+        ("tasks.1.task={source: environment, name: 'a:B', system_prompt: s}", "tasks.1.task.system_prompt", "is not used"),
+        ("tasks.1.task={source: agent, path: p, command: c, instruction: i}", "tasks.1.task.instruction", "is not used"),
     ],
 )
 def test_a_wrong_field_of_one_of_several_tasks_is_named_by_its_position(override: str, field: str, said: str) -> None:
