@@ -160,7 +160,7 @@ def _rewards(recipe: Recipe) -> Broken:
         yield from ((f"{place}reward.{name}", fix) for name, fix in _ignored(share.task, reward))
         for name in ("correct", "format_weight", "overlong.penalty"):
             if abs(value_at(recipe, f"{place}reward.{name}")) > reward.max_abs:
-                yield f"{place}reward.{name}", f"is above reward.max_abs ({reward.max_abs:g}); lower it, or raise max_abs"
+                yield f"{place}reward.{name}", f"is beyond ±reward.max_abs ({reward.max_abs:g}); reduce it, or raise max_abs"
         if reward.scorer == "code" and is_confined:
             yield f"{place}reward.scorer", "cannot be combined with your own function in a sandbox (reward.sandbox: true)"
         if reward.scorer == "code" and share.task.source in ("tools", "agent"):

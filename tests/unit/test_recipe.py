@@ -273,7 +273,7 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("reward.format_pattern=a", "reward.format_pattern", "adds nothing, since reward.format_weight is 0"),
         ("reward.overlong.penalty=0.5", "reward.overlong.penalty", "has no effect"),
         ("reward.sandbox=true", "reward.sandbox", "applies only to programs and functions"),
-        ("reward.correct=20000", "reward.correct", "is above reward.max_abs (10000)"),
+        ("reward.correct=20000", "reward.correct", "is beyond ±reward.max_abs (10000)"),
         (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use the scorer task here"),
         (f"{GAMES}, reward: {{answer_pattern: '(a)'}}}}]", "evaluation.sets.0.reward.answer_pattern", "is ignored: the env"),
         ("trainer={schedule: cosine, decay_steps: 5}", "trainer.decay_steps", "5: trainer.schedule = 'cosine' does not use"),
