@@ -73,7 +73,8 @@ def policy(run: RunRecords) -> Findings:
     entropy-collapsed (learning.md#losses): The policy has become certain without having learned: the entropy is below a
         twentieth of its first value, and the reward below 0.9 of its maximum.
     heldout-apart (recipes.md#evaluation): Held-out accuracy falls behind training: the 95 % interval of the last accuracy lies
-        below that of the first, or below a third of the share of right answers in training.
+        below that of the first, or below a third of the share of right answers in training. The second needs held-out
+        answers that earn less than a third, too.
     heldout-unanswered (recipes.md#evaluation): Held-out problems stay unanswered: an evaluation lacks half of its answers, or
         no evaluation has ended.
     """
@@ -82,7 +83,9 @@ def policy(run: RunRecords) -> Findings:
     early, late = entropies
     told, is_useless = f"{early:.2g} -> {late:.2g} nats", run.is_long and not run.has_learned
     lows, highs = run.heldout("low"), run.heldout("high")
-    right = run.late(f"reported.{run.first_task.name}.answer") / run.first_task.reward.correct
+    name = run.first_task.name
+    trained, held = run.late(f"reported.{name}.answer"), numbers_in(run.evaluations, f"sets.{name}.reported.answer")
+    right = trained / best if min(held[-1:], default=0.0) < trained / 3 else 0.0  # a function may pay what is not right
     is_apart = run.is_long and highs and highs[-1] < max(lows[0], right / 3) and not run.has_collapsed
     is_blind = run.is_long and run.summary.get("heldout") == []
     unanswered = max((one.get("unanswered") or 0 for one in run.evaluations), default=0)

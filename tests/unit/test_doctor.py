@@ -232,6 +232,9 @@ def test_success_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(with_figures(healthy(), equal_reward_groups=0.8)) == [], "it still learns"
     samples = {"evaluation": {"samples": 16, "temperature": 1.0}}
     assert found(healthy(recipe=samples, summary={"heldout": [heldout(40, 0.6, 0.8) | {"unanswered": 80}]})) == []
+    partial = heldout(40, 0.0, 0.01)
+    partial["sets"]["chain_sum"]["reported"] = {"answer": 0.4}
+    assert found(healthy(summary={"heldout": [partial]})) == [], "a function gives partial credit to answers that are not right"
     wild = {"sampling": {"group_size": 2, "max_tokens": 16, "temperature": 2.0}}
     assert found(healthy(recipe=wild)) == ["note temperature"], "it learns nevertheless"
     monkeypatch.setattr(runs, "known_parameters", lambda model: 1_000_000)
