@@ -312,7 +312,7 @@ class Heartbeat:
         self._away = self._left = False
 
     async def run(self) -> None:
-        """Refresh until cancelled or until `leave`. Failed refreshes are repeated; the first of a series causes a warning."""
+        """Refresh until cancelled or until `leave`. Failed refreshes are repeated; only the first in a row logs a warning."""
         while not self._left:
             try:
                 await self._bus.put_member(self._me.actor, self.registration().SerializeToString())

@@ -171,7 +171,7 @@ def failed_sequence(group: PromptGroup, sample_index: int, actor: str, failure: 
 
 
 def defect_of(made: Completion) -> str:
-    """Return why these tokens can be neither trained on nor continued; empty if they can."""
+    """Return the defect that keeps these tokens from being trained on or continued; empty if there is none."""
     num_tokens = len(made.completion_token_ids)
     if not num_tokens:
         return sequences.EMPTY_COMPLETION
@@ -182,7 +182,7 @@ def defect_of(made: Completion) -> str:
 
 
 def without_arrays(sequence: Sequence, failure: str) -> Sequence:
-    """Return a failed sequence without its tokens, which may be invalid. Its texts remain for people to read."""
+    """Return a failed sequence without its tokens, which may be invalid. Its text fields remain for people to read."""
     return replace(
         sequence,
         completion_token_ids=np.empty(0, dtype=np.int32),

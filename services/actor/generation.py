@@ -322,7 +322,7 @@ class GenerationLoop:
                     span.add_event("interrupted")
                 elif span.is_recording():
                     span.set_attributes(attributes.generated(sequence))
-            if sequence is not None:  # its place is free by now, so that a full buffer does not block episodes' turns
+            if sequence is not None:  # its place is already free, so a full buffer does not block episodes' turns
                 self.metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
                 await self.finisher.buffer.put(FinishedSample(group, sequence, follows))
         finally:

@@ -109,8 +109,8 @@ def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[
             "block_size": 32,  # tokens; only whole blocks are shared, and many prompts are shorter than the CPU default of 128
         }
         if engine.tensor_parallel_size == 1:
-            # Run model and scheduler in one process. On a CPU, vLLM would replace "uni" with a worker process, and wait for it
-            # in a busy loop that costs more than the model.
+            # Run model and scheduler in one process. On a CPU, vLLM would replace the executor "uni" with a worker process,
+            # and wait for it in a busy loop that costs more than the model.
             from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
             arguments["distributed_executor_backend"] = UniProcExecutor
@@ -238,7 +238,7 @@ def prepare_forks() -> None:
 
 
 def use_known_model_infos(image: Path, cache: Path) -> None:
-    """Copy the image's facts about model classes to vLLM's cache if it has none. They save vLLM 9 s of inspecting a class."""
+    """Copy the image's data on model classes to vLLM's cache if the cache has none. This saves vLLM 9 s of inspection."""
     known, target = image / "modelinfos", cache / "modelinfos"
     if not known.is_dir() or target.exists():
         return

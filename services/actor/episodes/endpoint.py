@@ -166,7 +166,7 @@ class Endpoint:
         return JSONResponse(self._told(refused), refused.status, headers=headers)
 
     def _told(self, error: Refused) -> dict[str, Any]:
-        """Count a refusal and return it in OpenAI's form."""
+        """Count a refusal and return it as OpenAI's error object."""
         self._metrics.episode_refusals.labels(error.code).inc()
         kind = "server_error" if error.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
@@ -451,7 +451,7 @@ def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
 
 
 def _last_known(served: list[RecordedTurn], history: tuple[Any, ...]) -> RecordedTurn | None:
-    """Return the turn with the longest history that `history` continues. Of several, prefer one that no turn extends."""
+    """Return the turn with the longest history that `history` continues; of equal ones, one that no turn extends."""
     extended = {id(turn.extends) for turn in served}
     known = [
         turn

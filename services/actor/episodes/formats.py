@@ -1,6 +1,6 @@
 """Write conversations as tokens in a model's chat format, and read sampled turns as messages.
 
-There are three formats: a renderer of the package `renderers`, which knows almost 30 model families; any other chat template;
+There are three formats: a renderer of the package `renderers`, which knows many model families; any other chat template;
 and, for a model without a template, the joined texts. All can extend sampled tokens without tokenizing them again.
 """
 
@@ -160,7 +160,7 @@ class FamilyFormat:
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
 
-        # gpt-oss has its own encoder, Harmony, which never reads special tokens in texts.
+        # gpt-oss has its own encoder, Harmony, which never reads special tokens in text.
         self.control = ControlTokens(tokenizer, has_own_encoder=family == "gpt-oss")
         self._tokenizer, kind = RendererTokenizer(tokenizer, self.control), type(config_from_name(family))
         known: dict[str, Any] = {name: value for name, value in variables.items() if name in kind.model_fields}

@@ -76,7 +76,7 @@ def no_room(device: torch.device, share: float, *, weights: int = 0, layer: int 
 
 
 def device_room(device: torch.device) -> tuple[int, int]:
-    """Return the free bytes of a GPU, including torch's cache, and all its bytes."""
+    """Return the free bytes of a GPU, including torch's cache, and its total bytes."""
     free, total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
@@ -351,7 +351,7 @@ class InPlaceLoader(ShadowLoader):
     mode = "in_place"
 
     def obstacle(self) -> str:
-        """Return why this model cannot be updated in place; empty if it can. Temporarily takes the memory of an update."""
+        """Return why this model cannot be updated in place; empty if it can. Temporarily takes as much memory as an update."""
         if tied := self._tied_in_live_only():
             return tied
         try:
@@ -425,7 +425,7 @@ class PausedLoader:
     def __init__(self, live: nn.Module, config: VllmConfig, device: torch.device, peers: GroupCoordinator) -> None:
         self._live, self._config, self._device, self._peers = live, config, device, peers
         self._layout: dict[str, tuple[Tensor, int]] = {}
-        """A tensor on `meta` and the rank that keeps the parameter, by name, in the manifest's order."""
+        """By parameter name, in the manifest's order: a tensor on `meta`, and the rank that keeps the parameter."""
         self._kept: dict[str, Tensor] = {}
 
     def check(self, manifest: Manifest) -> None:

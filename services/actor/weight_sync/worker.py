@@ -219,7 +219,7 @@ class TransferWorker:
         self._staging: Receiver | None = None
         self._staged: PolicyVersion | None = None
         self._to_swap: PolicyVersion | None = None
-        self._loading = threading.Lock()  # held while the loader is in use, or has a part of a version
+        self._loading = threading.Lock()  # held while the loader is in use, or has loaded part of a version
         self._aborted = threading.Event()
         self._discards = 0  # discards received and not yet performed, plus one once the connection has ended
         self._discarding = threading.Lock()
