@@ -1,9 +1,9 @@
 """Build the actor from its parts, and run it until it is stopped.
 
 HTTP starts first, so that probes are answered while vLLM loads. Generation begins when the actor serves a policy version. A
-stopping actor takes no new groups, leaves the membership and interrupts generation. The finisher then has `DRAIN_S` seconds to
-store finished sequences, and all other sequences are handed over to another actor. The end of a run does not stop its actors;
-the local runner or the cluster does.
+stopping actor takes no new groups, removes its registration and interrupts generation. The finisher then has `DRAIN_S` seconds
+to store finished sequences, and all other sequences are handed over to another actor. The end of a run does not stop its
+actors; the local runner or the cluster does.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 SERVICE = "pipelinerl.v1.ActorService"
 HEALTH_CHECK_S = 2.0
 INTERRUPT_S = 1.5
-"""Maximum seconds for the engine to return unfinished sequences. It needs milliseconds, except during a commit of weights."""
+"""Maximum seconds for the engine to return unfinished sequences. This takes milliseconds unless a commit is running."""
 DRAIN_S = 2.5
 HAND_OVER_S = 3.0
 """Maximum seconds to publish unfinished groups on PROMPTS. If NATS does not answer, the whole stop takes about 9 s."""
@@ -91,8 +91,8 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
         )
         engine = await stack.enter_async_context(started)
         reporting.cancel()
-        await asyncio.gather(reporting, return_exceptions=True)  # ignore an error, because it would also occur below
-        gc.freeze()  # vLLM's and torch's objects live on; scanning them in each collection took a quarter of the process's time
+        await asyncio.gather(reporting, return_exceptions=True)  # ignore its error, which `service_bus` would raise, too
+        gc.freeze()  # vLLM's and torch's objects stay alive; scanning them took a quarter of this process's time
         readiness.reason = "waiting for NATS"
         bus = await stack.enter_async_context(service_bus(settings, stop))
         verifier = VerifierClient(
@@ -121,7 +121,7 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
 
 @dataclass(eq=False)
 class Actor(actor_pb2_grpc.ActorServiceServicer):
-    """Connects the actor's running parts, and serves its gRPC calls: state, held-out generation, the parity probe."""
+    """Runs the actor's parts, and answers its gRPC calls: state, held-out answers, and scores for the parity probe."""
 
     settings: ActorSettings
     recipe: Recipe
@@ -207,7 +207,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             self.context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
 
-    # The calls check token ids, because an id outside the vocabulary makes the engine fail or stands for another token.
+    # The calls refuse token ids outside the vocabulary: the engine would fail, or take them for other tokens.
 
     async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
         served = self.gate.served
@@ -262,7 +262,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         )
 
     async def _answer(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> actor_pb2.GenerateResult:
-        """Sample a held-out answer and have it scored. Both steps may wait, until the caller's deadline."""
+        """Sample a held-out answer and have it scored. Neither step has a timeout; the caller's deadline cancels both."""
         async with self._heldout_samples:
             try:
                 sequence, failure = await self._heldout.sample(group, start, trace), UNFINISHED
@@ -289,8 +289,8 @@ def check_vocabulary(token_ids: TokenIds, vocab_size: int, kind: str, field: str
 
 
 async def report_start(settings: ActorSettings, stop: asyncio.Event) -> None:
-    """Register this actor as starting until cancelled, so that the trainer waits for its engine. Each refresh opens a new
-    connection, because a forked engine process would inherit a lasting connection and keep it open."""
+    """Keep this actor registered as starting until cancelled, so that the trainer waits for its engine. Each refresh opens a
+    new connection, because a forked engine process would inherit a lasting connection and keep it open."""
     me = Registration(actor=settings.instance, process="-", grpc_address="-", ranks=1, phase="starting")
     while True:
         with suppress(BusError):
@@ -312,7 +312,7 @@ class Heartbeat:
         self._away = self._left = False
 
     async def run(self) -> None:
-        """Refresh until cancelled or until `leave`. Failed refreshes are repeated; the first of a series causes a warning."""
+        """Refresh until cancelled or until `leave`. Failed refreshes are repeated; only the first in a row logs a warning."""
         while not self._left:
             try:
                 await self._bus.put_member(self._me.actor, self.registration().SerializeToString())

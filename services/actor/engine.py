@@ -1,6 +1,6 @@
 """The interface to an inference engine, and pure functions that convert its completions to sequences.
 
-An engine takes and returns tokens; it knows nothing about texts, rewards or streams.
+An engine takes and returns tokens; it knows nothing about text, rewards or streams.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class EngineError(PipelineRLError):
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
     """A request for one completion. `prompt_token_ids` is int32[tokens]; `seed` None selects the engine's own random stream.
-    Requests with equal salts share cached keys and values of a common prefix. The engine calls `cache_salt` when the request
-    enters, and again if a weight swap before the first token restarts the request."""
+    Requests with equal salts share cached keys and values of a common prefix. The engine calls `cache_salt` whenever it
+    starts the request. If weights are swapped before the first token, it restarts the request."""
 
     request_id: str
     prompt_token_ids: TokenIds
@@ -71,7 +71,7 @@ class InferenceEngine(Protocol):
 
 
 OnStep = Callable[[float | None, float], None]
-"""Callback after a decode step: seconds since the previous step (None after an idle time), and used share of the KV cache."""
+"""Callback after a decode step: seconds since the previous step (None after idle time), and share of the KV cache in use."""
 StartEngine = Callable[..., AbstractAsyncContextManager[InferenceEngine]]
 """Function with the arguments of `vllm_engine.start_engine`: recipe, initial model, stop event, `on_step`, `bind_host`."""
 
@@ -123,8 +123,8 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
 
 
 def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
-    """Cut `made` after a stop string that begins in its first `carried` tokens. The engine searches only the tokens of its last
-    request. The distribution is unchanged, because a single request would have stopped there, too."""
+    """Cut `made` after a stop string that begins in its first `carried` tokens, because the engine searches only the later
+    ones. A single request would have stopped at the same place, so the distribution is unchanged."""
     tokens = made.completion_token_ids
     if not stop or not carried:
         return made
@@ -171,7 +171,7 @@ def failed_sequence(group: PromptGroup, sample_index: int, actor: str, failure: 
 
 
 def defect_of(made: Completion) -> str:
-    """Return why these tokens can be neither trained on nor continued; empty if they can."""
+    """Return the defect that keeps these tokens from being trained on or continued; empty if there is none."""
     num_tokens = len(made.completion_token_ids)
     if not num_tokens:
         return sequences.EMPTY_COMPLETION
@@ -182,7 +182,7 @@ def defect_of(made: Completion) -> str:
 
 
 def without_arrays(sequence: Sequence, failure: str) -> Sequence:
-    """Return a failed sequence without its tokens, which may be invalid. Its texts remain for people to read."""
+    """Return a failed sequence without its tokens, which may be invalid. Its text fields remain for people to read."""
     return replace(
         sequence,
         completion_token_ids=np.empty(0, dtype=np.int32),

@@ -72,7 +72,7 @@ class Finisher:
             while len(batch) < self.batch_size and not self.buffer.empty():
                 batch.append(self.buffer.get_nowait())
             try:
-                async with asyncio.TaskGroup() as tasks:  # the batch's publishes share one round trip to the stream
+                async with asyncio.TaskGroup() as tasks:  # publish the batch at once, in one round trip to the stream
                     for sample in await self.rewarded(batch):
                         tasks.create_task(self._publish(sample))
             finally:
@@ -128,7 +128,7 @@ class Finisher:
 
     async def _store(self, sequence: Sequence, headers: Headers) -> str:
         """Publish until the stream has stored the sequence. Return its failure, or "" for a good sequence. A sequence that is
-        invalid or larger than NATS's max_payload is stored as a failure without arrays and texts."""
+        invalid or larger than NATS's max_payload is stored as a failure without arrays or text."""
         name = sequence.sequence_id
 
         async def publish(payload: bytes) -> None:
@@ -144,7 +144,7 @@ class Finisher:
 
 
 def encoded(sequence: Sequence) -> tuple[bytes, str]:
-    """Return an encoded sequence and its failure. An invalid sequence becomes a failure without arrays and texts."""
+    """Return an encoded sequence and its failure. An invalid sequence becomes a failure without arrays or text."""
     try:
         return encode_sequence(sequence), sequence.failure
     except MessageError as error:
@@ -152,7 +152,7 @@ def encoded(sequence: Sequence) -> tuple[bytes, str]:
 
 
 def bare(sequence: Sequence, failure: str) -> tuple[bytes, str]:
-    """Encode a failed sequence without arrays, texts and reward. Return it with its `failure`."""
+    """Encode a failed sequence without arrays, text or reward. Return it with its `failure`."""
     log.error("sequence %s cannot be stored as it is: %s", sequence.sequence_id, failure)
     identity = sequence.run, sequence.group_id, sequence.sample_index, sequence.group_size
     failed = failed_sample(*identity, failure)

@@ -150,7 +150,7 @@ class Sampler:
         self, name: str, context: TokenIds, made: Made, sampling: SamplingParams, seed: int | None, salt: Callable[[], str]
     ) -> tuple[Made, float]:
         """Wait for a free place and continue `made`, the tokens after `context`, until it ends, has `sampling.max_tokens`
-        tokens or is interrupted. Return the longer completion and the seconds in the engine. The engine calls `salt` when the
+        tokens or is interrupted. Return the extended completion and the seconds in the engine. The engine calls `salt` when the
         request enters. Raises `EngineError`."""
         carried, elapsed_s = len(made.completion_token_ids), 0.0
         if made.finish_reason is None and carried >= sampling.max_tokens:
@@ -181,7 +181,7 @@ class GenerationLoop:
 
     Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits until a commit has opened the serving
     gate, a slot is free, and the trainer's feeder has issued a group. A sample holds a slot from its start until it enters the
-    finisher's bounded buffer. If the gate closes before all samples of a group have started, the others go back to PROMPTS.
+    finisher's bounded buffer. If the gate closes before all samples of a group have started, the others return to PROMPTS.
     There are H slots, or more with episodes, because an episode that waits for its environment holds a slot but no place.
     """
 
@@ -271,7 +271,7 @@ class GenerationLoop:
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
         """Store a message as a dead letter for people (`pipelinerl dead-letters`), end its samples as failed sequences, and
-        then acknowledge the message. The letter of a message that is too large does not contain the message. If the letter
+        then acknowledge the message. The letter omits a message that is too large to be stored. If the letter
         cannot be stored, NATS delivers the message again. `group` is None if the message does not identify its group."""
         letter = sequences.DeadLetter(
             run=self.bus.run,
@@ -286,7 +286,7 @@ class GenerationLoop:
             try:
                 await self.bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
             except PayloadTooLarge:
-                letter.reason += f" (the group's {len(letter.prompt_group)} bytes are too many to be stored)"
+                letter.reason += f" (this letter omits the group, because its {len(letter.prompt_group)} bytes are too many)"
                 letter.ClearField("prompt_group")
                 await self.bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
         except BusError as error:  # the message will be delivered again
@@ -322,7 +322,7 @@ class GenerationLoop:
                     span.add_event("interrupted")
                 elif span.is_recording():
                     span.set_attributes(attributes.generated(sequence))
-            if sequence is not None:  # its place is free by now, so that a full buffer does not block episodes' turns
+            if sequence is not None:  # its place is already free, so a full buffer does not block episodes' turns
                 self.metrics.count_finished(sequence.finish_reason.value, sequence.num_episode_tokens)
                 await self.finisher.buffer.put(FinishedSample(group, sequence, follows))
         finally:

@@ -121,9 +121,9 @@ ANSWER_WITHIN_S = 1.0
 
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
-    """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens. Old messages are
-    acknowledged only afterwards, so that no group is lost. Waits only slightly longer than `timeout_s`. If a group cannot be
-    stored in time, its old messages are delivered again, and the loss of its tokens is logged."""
+    """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens. The messages that
+    brought them are acknowledged only afterwards, so that no group is lost. If a group cannot be stored in time, NATS delivers
+    its messages again, and the loss of its tokens is logged. Takes at most 2 s longer than `timeout_s`."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> None:

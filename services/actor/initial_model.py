@@ -1,4 +1,4 @@
-"""`python -m services.actor.initial_model`: fetch from the trainer an initial model that the run itself built.
+"""`python -m services.actor.initial_model`: fetch the initial model from the trainer, which built or copied it.
 
 The actor's pod runs this program before the actor. It does nothing if the recipe names a hub model or a folder, or if
 PIPELINERL_MODEL_CACHE has the model. It waits without limit for a trainer that is not up yet, or that still serves another

@@ -35,7 +35,7 @@ class BusyClock:
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
-        """Number of running blocks, start of the current busy time, and seconds of earlier ones. Replaced as a whole."""
+        """Number of running blocks, start of the current busy time, seconds of earlier busy times. Replaced as a whole."""
 
     def __enter__(self) -> None:
         running, since, total_s = self._state
@@ -86,7 +86,7 @@ class ActorMetrics:
         metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.").read(lambda: self.busy.total_s)
         self.decode_step = metrics.histogram(
             "decode_step_seconds",
-            "Duration of an engine step with sequences in progress, seen from the event loop; includes stalls by weight swaps.",
+            "Duration of an engine step with sequences in progress, timed on the event loop; includes stalls by weight swaps.",
             DECODE_SECONDS,
         )
         self._kv_cache = metrics.reading("kv_cache_usage_ratio", "Share of the KV cache in use at the last decode step.")
@@ -118,7 +118,7 @@ class ActorMetrics:
         self.episode_turns = metrics.counter("episode_turns_total", text, {"source": ("sampled", "replayed")}, unit="turns")
         text = "Branches of episodes beyond the first; one begins if a request's history does not extend the recorded tokens."
         self.episode_branches = metrics.counter("episode_branches_total", text, unit="branches")
-        text = "Recorded turns that were dropped, because the last run of the environment did not request them again."
+        text = "Recorded turns that were dropped, because the last run of the environment did not receive them."
         self.episode_dropped_turns = metrics.counter("episode_dropped_turns_total", text, unit="turns")
         text = "Requests of environments that got no turn, by code."
         self.episode_refusals = metrics.counter("episode_refusals_total", text, {"code": REFUSALS}, unit="requests")

@@ -76,7 +76,7 @@ def preview(recipe: Recipe, source: str, problems: dict[str, Problem]) -> dict[s
 
 
 def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
-    """Return the `names` that no chat template reads. `template` is a text or a dictionary of texts. Raises `TemplateError`."""
+    """Return the `names` that no template reads. `template` is a string or a dictionary of strings. Raises `TemplateError`."""
     environment, read = Environment(extensions=["jinja2.ext.loopcontrols"]), set[str]()
     for text in template.values() if isinstance(template, dict) else (template,):
         without = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)  # a tag that only transformers knows
@@ -132,7 +132,7 @@ def main() -> int:
     asked = json.load(sys.stdin)
     recipe = Recipe.model_validate_json(json.dumps(asked["recipe"]))
     if not asked["source"].endswith(".gguf"):
-        sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers load without it, five seconds sooner
+        sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it, and load five seconds sooner
     with contextlib.redirect_stdout(sys.stderr):
         found = preview(recipe, asked["source"], {place: Problem(**problem) for place, problem in asked["problems"].items()})
     print(json.dumps(found))

@@ -109,8 +109,8 @@ def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[
             "block_size": 32,  # tokens; only whole blocks are shared, and many prompts are shorter than the CPU default of 128
         }
         if engine.tensor_parallel_size == 1:
-            # Run model and scheduler in one process. On a CPU, vLLM would replace "uni" with a worker process, and wait for it
-            # in a busy loop that costs more than the model.
+            # Run model and scheduler in one process. On a CPU, vLLM would replace the executor "uni" with a worker process,
+            # and wait for it in a busy loop that costs more than the model.
             from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
             arguments["distributed_executor_backend"] = UniProcExecutor
@@ -174,7 +174,7 @@ async def start_engine(
         warnings = logging.getLogger("vllm.v1.utils")  # warns of each process that is killed
         level = warnings.level
         try:
-            llm._run_output_handler()  # otherwise it starts with the first request, since the engine was built off the loop
+            llm._run_output_handler()  # an engine that was built off the loop starts it only with the first request
             engine = VllmEngine(llm, weights)
             await unless_stopped(engine.warm_up(recipe), stop)
             is_warm = True
@@ -238,7 +238,7 @@ def prepare_forks() -> None:
 
 
 def use_known_model_infos(image: Path, cache: Path) -> None:
-    """Copy the image's facts about model classes to vLLM's cache if it has none. They save vLLM 9 s of inspecting a class."""
+    """Copy the image's data on model classes to vLLM's cache if the cache has none. This saves vLLM 9 s of inspection."""
     known, target = image / "modelinfos", cache / "modelinfos"
     if not known.is_dir() or target.exists():
         return
@@ -251,7 +251,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(on_step: OnStep) -> StatLoggerFactory:
-    """Return a stat logger that only calls `on_step`. As a `PrometheusStatLogger`, it keeps vLLM from adding another one."""
+    """Return a stat logger that only calls `on_step`. As it is a `PrometheusStatLogger`, vLLM adds none of its own."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):
@@ -310,7 +310,7 @@ class VllmEngine:
             finally:
                 self._inside.discard(name)
                 self._overtaken.discard(name)
-            async with self.weights.swapping:  # wait for the salt of the new version
+            async with self.weights.swapping:  # once the swap is over, the salt names the new version
                 pass
 
     async def _overtake(self) -> None:

@@ -109,9 +109,9 @@ def _exit_code_of(child: int, *ends: socket.socket) -> int:
 
 def answer_call(listener: int, child: int | None = None) -> None:
     """Answer a request for one more process or thread. The limits apply to `child` and its descendants together, or to the
-    asking process alone if `child` is None."""
+    requesting process alone if `child` is None."""
     call = bytearray(80)
-    with contextlib.suppress(FileNotFoundError):  # the asking process was killed meanwhile
+    with contextlib.suppress(FileNotFoundError):  # the requesting process was killed meanwhile
         fcntl.ioctl(listener, _RECEIVE_CALL, call)
         number, asking = struct.unpack_from("=QI", call)
         processes = {asking} if child is None else {child, *descendants(child)}

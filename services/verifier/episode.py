@@ -1,6 +1,6 @@
 """Run one episode: an environment, tools or an agent requests the policy's turns from the actor.
 
-An error of users' code becomes the result's status. If the actor refuses a turn with one of `POLICY_FAULTS`, the episode earns
+An error in users' code becomes the result's status. If the actor refuses a turn with one of `POLICY_FAULTS`, the episode earns
 0. The verifier enforces deadlines (`episode_pool`).
 """
 
@@ -122,7 +122,7 @@ Play = Callable[[EpisodeRequest, Policy], VerifyResult | VerifyItem]
 
 
 def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: float) -> VerifyResult | VerifyItem:
-    """Call `play`, and convert its exceptions to a status. `max_abs`: largest valid size of a reward or term."""
+    """Call `play`, and convert its exceptions to a status. `max_abs`: largest valid absolute value of a reward or term."""
     started_s = time.perf_counter()
     try:
         result = play(request, policy)
@@ -149,7 +149,7 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: fl
 
 def _hint(error: BaseException, request: EpisodeRequest) -> str:
     if isinstance(error, KeyError):
-        return f"; the row has {', '.join(row_of(request)) or 'no fields, because task.path has none'}"
+        return f"; the row has {', '.join(row_of(request)) or 'no fields, because task.path is not set'}"
     if re.search("Permission denied|Operation not permitted", str(error)):
         return "; in a sandbox, code cannot write files or reach other services (reward.sandbox: false turns it off)"
     return ""
@@ -260,7 +260,7 @@ class ToolUse:
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - an error of the tool, which the policy sees
-            if is_called:  # perhaps a defect, for example if every call fails
+            if is_called:  # counted, since a tool whose calls all fail is probably defective
                 self.num_errors += 1
                 traceback.print_exc()
             return f"error: {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
@@ -405,7 +405,7 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
         for agent in agent_config_fields(config).values():
             if "runtime" not in agent.model_fields_set:  # the package's default is a paid service
                 agent.runtime = vf.SubprocessConfig()
-            if agent.max_turns is None:  # the environment then scores the episode; a refusal by the actor would earn 0
+            if agent.max_turns is None:  # at this limit the environment scores the episode; a refusal by the actor would earn 0
                 agent.max_turns = task.max_turns
         env = load_environment(config)
         tasks = list(islice(env.taskset, _FIRST_OF_ENDLESS if env.taskset.INFINITE else None))

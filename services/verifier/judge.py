@@ -156,7 +156,7 @@ _PLACE = re.compile(r"\{(prompt|completion|reference)\}")
 
 
 def filled(template: str, item: verifier_pb2.VerifyItem) -> str:
-    """Return `template` with {prompt}, {completion} and {reference} replaced. Other braces stay, even in the inserted texts."""
+    """Return `template` with {prompt}, {completion} and {reference} replaced. Other braces stay, even in the inserted text."""
     try:
         reference = json.loads(item.reference_json)
     except (ValueError, RecursionError):

@@ -5,7 +5,7 @@ its item is tried once more, because an outside signal or an earlier item may be
 fails.
 
 Workers communicate through pipes, with frames of `multiprocessing.connection`: a length, then bytes, which are never unpickled.
-The worker first gets the recipe as JSON. It answers with an empty text, or with the user's mistake. After that, it gets
+The worker first gets the recipe as JSON. It answers with an empty frame, or with an error message for the user. Then it gets
 `VerifyItem`s and answers each with a `VerifyResult`.
 """
 
@@ -245,7 +245,7 @@ async def read_frame(reader: asyncio.StreamReader, within_s: float, most_bytes: 
 
 
 class WorkerProcess:
-    """A worker, which `start_worker` creates and `kill` must end."""
+    """A worker process. Create it with `start_worker`, and end it with `kill`."""
 
     def __init__(self, process: Process) -> None:
         self._process, self.pid = process, process.pid

@@ -257,7 +257,7 @@ def _private_dirs(path: str) -> list[str]:
 
 def _beside_private(path: str) -> Iterator[tuple[str, int]]:
     """Yield rules that make everything below `path` readable except private folders. Landlock's rules cannot exclude a folder,
-    so a folder above a private one gets a rule per entry. New entries of such a folder cannot be read."""
+    so a folder above a private one gets a rule per entry. Entries that are added later cannot be read."""
     private = _private_dirs(path)
     if not private:
         yield path, _EXECUTE | _READ_FILE | _READ_DIR

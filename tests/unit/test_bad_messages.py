@@ -109,7 +109,7 @@ async def test_a_message_too_large_for_its_dead_letter_is_given_up_all_the_same(
         await one.published(2)
         (letter,) = map(decode_dead_letter, await one.bus.dead_letters())
         assert letter.prompt_group == b""
-        assert "the group's 2000 bytes are too many to be stored" in letter.reason
+        assert "because its 2000 bytes are too many" in letter.reason
 
 
 # --- CONTROL, as actors read it

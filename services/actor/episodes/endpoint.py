@@ -1,7 +1,7 @@
 """The HTTP endpoint at which environments and agents request turns, as OpenAI's chat completions or as tokens.
 
 Every URL contains the key of a running episode. Turns are sampled as the recipe says, because the trainer divides by the
-sampling probabilities; a request sets only messages, length, stop strings and tools. Even streams send whole answers.
+sampling probabilities; a request sets only messages, length, stop strings and tools. A stream sends each answer whole.
 
 `context_of` and `answer_of` convert messages to tokens and back. If a request continues a recorded conversation, the recorded
 tokens are kept, and only the new messages are rendered. Otherwise the whole history is rendered and begins a branch.
@@ -91,7 +91,7 @@ def _read(given: Any, kind: type[_Result], where: str = "the body") -> _Result:
 
 
 def episode_app(episodes: Episodes, chat: ChatFormat, metrics: ActorMetrics, *, model: str, vocab_size: int) -> FastAPI:
-    """Return the app, which must run on the event loop that samples. `model`: the model's name in /models."""
+    """Return the app, which must run on the sampler's event loop. `model`: the model's name in /models."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     endpoint = Endpoint(episodes, chat, metrics, model, vocab_size)
     app.add_api_route("/episodes/{key}/v1/models", endpoint.models)
@@ -166,7 +166,7 @@ class Endpoint:
         return JSONResponse(self._told(refused), refused.status, headers=headers)
 
     def _told(self, error: Refused) -> dict[str, Any]:
-        """Count a refusal and return it in OpenAI's form."""
+        """Count a refusal and return it as OpenAI's error object."""
         self._metrics.episode_refusals.labels(error.code).inc()
         kind = "server_error" if error.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
@@ -206,7 +206,7 @@ class Endpoint:
             body = _parsed(await _unless_over(_body_of(request), episode.over))
         except Refused as error:
             raise episode.policy_refused(TOO_LARGE, str(error), 413) if error.code == TOO_LARGE else error from None
-        return self._episodes[key], body  # the run may have ended meanwhile
+        return self._episodes[key], body  # the environment's run may have ended meanwhile
 
     def _count_ignored(self, fields: Iterable[str]) -> None:
         for name in fields:
@@ -248,7 +248,7 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
-    """Return the fields that request another distribution than that of `sampling`, or another form of answer. Pure."""
+    """Return the fields that ask for a distribution other than `sampling`, or for another form of answer. Pure."""
     unchanged = {
         # These values change nothing: recipes have no penalties, top-p or top-k, and answers are plain text.
         **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty"), (0,)),
@@ -297,7 +297,7 @@ def stream_of(completion: dict[str, Any], with_usage: bool) -> str:
 
 
 def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
-    """Return a turn in the form of vLLM's answers to token ids. Log-probabilities are those of the sampling policy (log μ)."""
+    """Return a turn as vLLM's endpoint for token ids does. Log-probabilities are those of the sampling policy (log μ)."""
     token_ids, logprobs = turn.made.completion_token_ids.tolist(), turn.made.behaviour_logprobs.tolist()
     content = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
@@ -311,7 +311,7 @@ def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
 async def _unless_over(
     waits: Coroutine[Any, Any, _Result], over: asyncio.Event, *hung_up: Coroutine[Any, Any, None]
 ) -> _Result:
-    """Return the result of `waits`. If the run ends or the client hangs up, cancel `waits` and raise `Refused`."""
+    """Return the result of `waits`. If the environment's run ends or the client hangs up, cancel it and raise `Refused`."""
     working = asyncio.create_task(waits)
     ending = [asyncio.create_task(one) for one in (over.wait(), *hung_up)]
     try:
@@ -364,7 +364,7 @@ def _usage(turn: RecordedTurn) -> dict[str, int]:
 
 def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
     """Return the requested turn's context, int32[context]. If the format allows it, the context extends a recorded turn: the
-    one with the longest history that the request continues. Texts never become control tokens. Raises `Unrenderable`."""
+    one with the longest history that the request continues. Text never becomes control tokens. Raises `Unrenderable`."""
     turn = _last_known(served, _history(messages, tools))
     messages, tools = chat.control.parted(messages), chat.control.parted(tools)
     token_ids = None
@@ -382,7 +382,7 @@ def answer_of(
     prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
     parsed = chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
 
-    def made_id(number: int) -> str:  # always the same id, of nine letters and digits, as Mistral's templates require
+    def made_id(number: int) -> str:  # the same for the same call; Mistral's templates require nine letters or digits
         salt = number.to_bytes(8, "little")
         return hashlib.blake2b(turn.token_ids.tobytes(), digest_size=8, salt=salt).hexdigest()[:9]
 
@@ -419,7 +419,7 @@ def _message(given: _GivenMessage, where: str) -> Message:
             (call.get("id") or "", call["function"]["name"], call["function"]["arguments"]) for call in given.tool_calls or ()
         ]
     except (KeyError, TypeError) as error:
-        raise Unrenderable(f"{where}: parts need text, and tool_calls need function.name and function.arguments") from error
+        raise Unrenderable(f"{where}: content parts need text; tool_calls need function.name and function.arguments") from error
     for field in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(value := getattr(given, field), str):
             message[field] = value
@@ -451,7 +451,7 @@ def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
 
 
 def _last_known(served: list[RecordedTurn], history: tuple[Any, ...]) -> RecordedTurn | None:
-    """Return the turn with the longest history that `history` continues. Of several, prefer one that no turn extends."""
+    """Return the turn with the longest history that `history` continues; of equal ones, one that no turn extends."""
     extended = {id(turn.extends) for turn in served}
     known = [
         turn

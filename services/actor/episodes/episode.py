@@ -4,7 +4,7 @@ Turn B extends turn A if B's context begins with A's context and sampled tokens.
 begins a new branch if it extends no turn, or if an earlier turn already extends the same turn.
 
 An environment runs again if its verifier died, or if another actor continues the episode. A request whose context was recorded
-then gets the recorded turn. Turns that the last run did not request are dropped.
+then gets the recorded turn. Turns that the last run did not receive are dropped.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Refused(PipelineRLError):
 
 @dataclass(eq=False)
 class RecordedTurn:
-    """A turn: its context, int32[context], and its sampled tokens in `made`, whose spans count from the turn's start. The turn
-    is not complete while `made.finish_reason` is None."""
+    """A turn. `context_token_ids` is int32[context]. `made` holds the sampled tokens, with spans relative to the turn's start.
+    The turn is unfinished while `made.finish_reason` is None."""
 
     context_token_ids: TokenIds
     made: Completion = field(default_factory=Completion)
@@ -95,12 +95,12 @@ class Episode:
     carried: InitVar[Iterable[Branch]] = ()
     _: KW_ONLY
     max_turns: int
-    """Turns that one run of the environment may request. Turns whose client hung up count, too."""
+    """Maximum number of turns in one run of the environment. Turns whose client hung up count, too."""
     max_context: int
     turn_timeout_s: float
     """Maximum seconds for a turn, including the wait for a free place of the `Sampler`."""
     failure: str = field(default="", init=False)
-    """Why the engine or a deadline ended the episode. All further requests are refused."""
+    """Why the engine or a deadline ended the episode, or empty. If set, all further requests are refused."""
     policy_fault: str = field(default="", init=False)
 
     def __post_init__(self, carried: Iterable[Branch]) -> None:
@@ -120,7 +120,7 @@ class Episode:
         self.policy_fault = ""
 
     def not_served(self, turn: RecordedTurn, over: asyncio.Event) -> None:
-        """Record that the run whose end is `over` did not receive a turn. A later run that requested it is unaffected."""
+        """Record that the environment's run with the event `over` did not receive a turn. A later run is unaffected."""
         if over is self.over and turn in self.served:
             self.served.remove(turn)
 
@@ -178,7 +178,7 @@ class Episode:
 
     def _known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
         """Return the first recorded turn with this context and these parameters that this run of the environment has not
-        received yet. If another actor began the turn, its parameters are unknown, and only its length is compared."""
+        received yet. If another actor began the turn, its parameters are unknown, and only its length must fit."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
             fits = turn not in self.served and (is_short if turn.asked is None else turn.asked == sampling)
@@ -199,7 +199,7 @@ class Episode:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def result(self) -> tuple[Branch, ...]:
-        """Return the branches of the finished turns that the environment's last run received. Count the others as dropped."""
+        """Return the branches of the finished turns that the environment's last run received. Count all others as dropped."""
         good = [turn for turn in self.served if turn.is_finished]
         branches = _branches(good)
         self.metrics.episode_branches.inc(max(0, len(branches) - 1))
@@ -292,9 +292,9 @@ class Episodes:
     async def play(
         self, group: PromptGroup, start: PartialSequence, sample: Sample, *, split: Split, stopped: asyncio.Event, trace: Trace
     ) -> tuple[Episode, VerifyResult | None]:
-        """Run an episode and return it with its environment's result, or with None if `stopped` was set before its end. Waits
-        without limit for a verifier that accepts the episode. If its verifier is lost, the environment runs again and gets the
-        turns that were already sampled."""
+        """Run an episode and return it with the environment's result. The result is None if `stopped` is set before the episode
+        ends. Waits without limit for a verifier that accepts the episode. If this verifier is lost, the environment runs again
+        and gets the turns that were already sampled."""
         request = EpisodeRequest(
             sequence_id=group.sequence_id(start.sample_index),
             task=group.task,
@@ -358,7 +358,7 @@ def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResul
 def sequence_of_episode(
     group: PromptGroup, sample: PartialSequence, episode: Episode, result: VerifyResult, actor: str
 ) -> sequences.Sequence:
-    """Return the episode as a sequence with its reward, or with the reason for its failure. Its texts show the first branch."""
+    """Return the episode as a sequence with its reward, or with the reason for its failure. Its text is the first branch's."""
     failure, result = verdict_of(episode, result)
     branches, last = episode.result(), episode.finish_reason
     if failure or not branches or last is None:

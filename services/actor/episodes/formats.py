@@ -1,6 +1,6 @@
 """Write conversations as tokens in a model's chat format, and read sampled turns as messages.
 
-There are three formats: a renderer of the package `renderers`, which knows some 25 model families; any other chat template;
+There are three formats: a renderer of the package `renderers`, which knows many model families; any other chat template;
 and, for a model without a template, the joined texts. All can extend sampled tokens without tokenizing them again.
 """
 
@@ -26,7 +26,7 @@ from pipelinerl.recipe.fields import ModelConfig
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
-"""A message of OpenAI's chat completions, from `endpoint.read_messages`: its content is a text, and no field is empty."""
+"""A message of OpenAI's chat completions, from `endpoint.read_messages`. Its content is a string; absent fields are omitted."""
 Tools = list[dict[str, Any]]
 
 _KEPT_TEXTS, _KEPT_CHARACTERS = 1024, 16_384
@@ -47,19 +47,19 @@ class Answer:
 
 
 class ChatFormat(Protocol):
-    """A model's chat format. `stop_token_ids` end a turn; `control` splits texts that spell control tokens."""
+    """A model's chat format. `stop_token_ids` end a turn; `control` splits text that spells control tokens."""
 
     stop_token_ids: tuple[int, ...]
     control: ControlTokens
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
-        """Return the tokens of all messages, up to the start of the model's next turn. Raises `Unrenderable`."""
+        """Return the tokens of all messages and of the opening of the model's next turn. Raises `Unrenderable`."""
 
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
     ) -> list[int] | None:
-        """Return `prompt_ids` and `sampled_ids`, the tokens of the first `num_known` messages, followed by the tokens of the
-        other messages, up to the start of the model's next turn. Return None if the format would now write the known messages
+        """Return the tokens of all messages and of the opening of the model's next turn. They begin with `prompt_ids` and
+        `sampled_ids`, the tokens of the first `num_known` messages. Return None if the format would now write these messages
         differently."""
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
@@ -154,13 +154,13 @@ class RendererTokenizer:
 class FamilyFormat:
     """A hand-written renderer of one model family, by its name in the package `renderers`. `variables` of the chat template
     become settings. Some renderers refuse to extend a turn by a user's message, because the template then drops earlier
-    thoughts. This class extends the turn nevertheless if a new rendering of the whole conversation differs only in white space,
-    that is, if there were no thoughts."""
+    thoughts. This class extends the turn nevertheless if rendering the whole conversation anew gives the same text apart from
+    white space. Then there were no thoughts to drop."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
 
-        # gpt-oss has its own encoder, Harmony, which never reads special tokens in texts.
+        # gpt-oss has its own encoder, Harmony, which never reads special tokens in text.
         self.control = ControlTokens(tokenizer, has_own_encoder=family == "gpt-oss")
         self._tokenizer, kind = RendererTokenizer(tokenizer, self.control), type(config_from_name(family))
         known: dict[str, Any] = {name: value for name, value in variables.items() if name in kind.model_fields}
@@ -205,7 +205,7 @@ class FamilyFormat:
             if call.name and call.status in ("ok", "unknown_tool")
         )
         reasoning = parsed.reasoning_content or ""
-        if not calls and parsed.tool_calls:  # all calls are invalid and count as text
+        if not calls and parsed.tool_calls:  # no call is valid, so all count as text
             return Answer("".join([parsed.content, *(call.raw for call in parsed.tool_calls)]), reasoning)
         return Answer(parsed.content or "", reasoning, calls)
 
@@ -298,7 +298,7 @@ class TemplateFormat:
 
 
 class PlainFormat:
-    """The format of a model without a chat template: the tokenizer's first token, if any, and the texts of all messages. An
+    """The format of a model without a chat template: the tokenizer's begin token, if any, and the text of all messages. An
     assistant's message ends with the end-of-sequence token."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -371,7 +371,7 @@ def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: boo
 
 
 def _hermes_calls(text: str) -> list[ToolCall | None]:
-    """Return the calls in a text, with None for each invalid one."""
+    """Return the tool calls in `text`, with None for each invalid one."""
     return [
         ToolCall("", call["name"], _as_json(call["arguments"]))
         if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)
@@ -391,7 +391,7 @@ def _as_json(arguments: Any) -> str:
 
 
 def parsed_json(text: Any) -> Any:
-    """Parse JSON and return its value, with valid Unicode texts. Anything that is not JSON is returned unchanged."""
+    """Parse JSON and return its value, with lone surrogates replaced. Anything that is not JSON is returned unchanged."""
     if not isinstance(text, str):
         return text
     try:

@@ -104,7 +104,7 @@ def _whole_sizes(layer: LinearBase) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """The vLLM layer for a checkpoint layer's adapter. `shard`: vLLM's name of a part of a fused layer; None = not fused."""
+    """The vLLM layer that gets a checkpoint layer's adapter. `shard`: vLLM's name of this part of a fused layer, or None."""
 
     layer: LinearBase
     rows: int
@@ -119,7 +119,7 @@ class Place:
 
 
 def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> dict[str, Place]:
-    """Prepare each layer that the recipe adapts, before the model is compiled. Return the places by the checkpoint's names.
+    """Prepare each layer that the recipe adapts, before the model is compiled. Return the places by checkpoint name.
     Layers whose weights other modules also use, as in MLA, are left out."""
     content = vllm_config.additional_config.get(CONFIG) if isinstance(vllm_config.additional_config, dict) else None
     if content is None:
@@ -160,7 +160,7 @@ class AdapterLoader:
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         self._mapper, self._places = mapper and mapper.get_rename_mapper(), places
         self._factors: dict[str, tuple[Place, bool]] = {}
-        """The place of each factor, and whether the factor is an A, by name."""
+        """For each factor's name: its place, and whether it is an A."""
         self._staged: dict[int, tuple[AdaptedLinearMethod, Tensor, Tensor]] = {}
 
     def check(self, manifest: Manifest) -> None:
@@ -171,7 +171,7 @@ class AdapterLoader:
             renamed = (self._mapper.apply_list([name]) or [name])[0] if self._mapper else name
             place = self._places.get(renamed) or self._places.get(name)
             if place is None:
-                fix = "no layer that can be adapted here; leave it out of trainer.lora.target_modules"
+                fix = "not adaptable; leave this layer out of trainer.lora.target_modules"
                 raise ManifestDiffers(item.name, "presence", fix, "adapted")
             if specs[item.a][0] != place.method.rank:
                 raise ManifestDiffers(item.name, "rank", place.method.rank, specs[item.a][0])

@@ -1,4 +1,4 @@
-"""vLLM's weight-transfer backend `pipelinerl`, which vLLM calls in its workers. For each commit of a staged version, it calls
+"""The weight-transfer backend `pipelinerl`, which vLLM calls in its workers. To commit a staged version, vLLM calls
 `update_weights({"version": "1:8"})` and `finish_weight_update`.
 """
 
@@ -53,7 +53,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._whole: dict[bool, tuple[Loader, str]] = {}
-        """The loader of whole weights, and why it is not the shadow loader, by `force_paused`."""
+        """By `force_paused`: the loader of full weights, and why it is not the shadow loader."""
         self._worker: TransferWorker | None = None
         self._places = install(model, vllm_config, device)
         self._base_replaced = False
@@ -94,7 +94,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Do nothing, since the weights are already staged."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Replace vLLM's method, which would wait for the device without need."""
+        """Replace vLLM's method, which would needlessly wait for the device."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:

@@ -2,7 +2,7 @@
 
 `join_group`, `receive` and `discard` go to vLLM's workers over a Unix socket, as one JSON object per line.
 `prepare` and `commit` use vLLM's own remote calls, which wait for the end of a decode step and block decoding. vLLM labels
-tokens `<incarnation>:<number>`, in `outputs[i].weight_versions`.
+tokens with `<incarnation>:<number>`, in `outputs[i].weight_versions`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PREPARE_TIMEOUT_S = 120.0
 @dataclass(frozen=True)
 class WeightLoading:
     """A worker's first message: the loader's `mode`, the `reason` why it is not the shadow loader, and a `problem` if the model
-    cannot take the manifest's weights. Both texts may be empty."""
+    cannot take the manifest's weights. `reason` and `problem` may be empty."""
 
     mode: str
     reason: str = ""
@@ -54,7 +54,7 @@ class StagedWeights:
 
 
 class CommitFailed(ServiceError):
-    """A swap, or falling asleep or waking up, failed half-way. The served weights are unknown, so the process should end."""
+    """A swap, or a change to or from sleep mode, failed half-way. The served weights are unknown, so the process should end."""
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
@@ -272,7 +272,7 @@ class WeightUpdateClient:
             raise CommitFailed(f"the engine cannot fall asleep or wake up: {error}") from error
 
     async def discard(self) -> None:
-        """Give up a running transfer or a staged version. Wait until the workers have done so, at most the stall timeout."""
+        """Give up a running transfer or a staged version. Wait for the workers to do so, at most for the stall timeout."""
         if self._link is not None:
             await self._link.ask(Discard())
 

@@ -12,9 +12,9 @@ from pipelinerl.messages.sequences import PolicyVersion
 
 class ServingGate:
     """Groups may be taken only while this gate is open; groups that were taken earlier continue. It is closed before the first
-    commit, because the actor then serves weights that no trainer recorded. Later, it closes while the actor drains or sleeps,
-    or if the served version is from another incarnation than the last announced one, or more than `max_lag` + 1 behind it. The
-    1 is added because the trainer announces a version before actors serve it."""
+    commit, because the actor then serves weights that no trainer recorded. Later, it closes while the actor drains or sleeps.
+    With a `max_lag`, it also closes if the served version is from another incarnation than the last announced one, or more than
+    `max_lag` + 1 behind it. The 1 is added because the trainer announces a version before actors serve it."""
 
     def __init__(self, max_lag: int | None) -> None:
         self._max_lag = max_lag

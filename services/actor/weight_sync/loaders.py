@@ -1,4 +1,4 @@
-"""Loaders that put received tensors into a vLLM model. Each load is a whole model.
+"""Loaders that put received tensors into a vLLM model. Each load brings all its weights.
 
 `choose` prefers the `ShadowLoader`. CUDA graphs and compiled models hold the addresses of weights, and need an `InPlaceLoader`.
 `PausedLoader` is for models that allow neither, and for devices without room for a second instance of the model.
@@ -54,7 +54,7 @@ class Loader(Protocol):
 
 def no_room(device: torch.device, share: float, *, weights: int = 0, layer: int = 0) -> str:
     """Return why an update does not fit on a GPU beside an engine that has `share` of its memory; empty if it fits. If only the
-    room for receiving is lacking, log a warning. `weights`: bytes of a second instance of the weights there. `layer`: bytes
+    room for receiving is lacking, log a warning. `weights`: bytes of a second instance of the weights. `layer`: bytes
     of the largest decoder layer, if weights are loaded during the pause."""
     if device.type != "cuda":
         return ""
@@ -76,7 +76,7 @@ def no_room(device: torch.device, share: float, *, weights: int = 0, layer: int 
 
 
 def device_room(device: torch.device) -> tuple[int, int]:
-    """Return the free bytes of a GPU, including torch's cache, and all its bytes."""
+    """Return the free bytes of a GPU, including torch's cache, and its total bytes."""
     free, total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
@@ -95,7 +95,7 @@ def host_room() -> int:
 
 
 def largest_layer(manifest: Manifest) -> int:
-    """Return the bytes of the largest decoder layer on the wire, or of the largest parameter outside the layers."""
+    """Return the size of the largest decoder layer or, if larger, parameter outside the layers; bytes on the wire."""
     sizes = Counter[str]()
     for spec, num_bytes in zip(manifest.parameters, manifest.sizes, strict=True):
         sizes[re.sub(r"(\.\d+\.).*", r"\1", spec.name)] += num_bytes  # "model.layers.0." for all parameters of that layer
@@ -128,7 +128,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
 
 
 def _of_any_rank(reason: str, peers: Any) -> str:
-    """Return this rank's reason to load during the pause, or a text if only another rank has one, since all must load alike."""
+    """Return this rank's reason to load during the pause, or a general one if only another rank must; all load alike."""
     there = torch.tensor(int(bool(reason)))
     torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX, group=peers.cpu_group)
     return reason or ("another rank of this actor cannot prepare weights while it generates" if there else "")
@@ -191,7 +191,7 @@ class ShadowLoader:
     module. All state that depends on the weights must be held by modules.
 
     vLLM builds the shadow, loads its weights and post-processes them as at start-up, so that fused, packed and tied weights are
-    right. Between updates the shadow's parameters are on `meta` and take no memory. Construct this loader outside of decode
+    correct. Between updates the shadow's parameters are on `meta` and take no memory. Construct this loader between decode
     steps, because building a model sets torch's default dtype.
 
     A swap exchanges parameters and everything that post-processing set on a module, or on the quantisation method of an expert
@@ -297,7 +297,7 @@ class ShadowLoader:
         expected = {name for name, _ in self._model.named_parameters()}
         iterator = iter(tensors)
         loaded = self._model.load_weights(iterator)  # type: ignore[operator]
-        for name, _ in iterator:  # a model may stop early, but the stream must be consumed
+        for name, _ in iterator:  # read the stream to its end; a tensor that is left was not used
             raise ManifestDiffers(name, "presence", "unused", "present")
         if missing := sorted(expected - set(loaded)):
             raise ManifestDiffers(missing[0], "presence", "needed", "missing")
@@ -327,7 +327,7 @@ def _build(vllm_config: VllmConfig, device: torch.device) -> nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    # Layers register by name for the forward pass and for KV caches; the shadow's layers must not register there.
+    # Layers register by name for the forward pass and for KV caches. The shadow's layers have the same names as the live ones.
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
@@ -351,11 +351,11 @@ class InPlaceLoader(ShadowLoader):
     mode = "in_place"
 
     def obstacle(self) -> str:
-        """Return why this model cannot be updated in place; empty if it can. Temporarily takes the memory of an update."""
+        """Return why this model cannot be updated in place; empty if it can. Temporarily takes as much memory as an update."""
         if tied := self._tied_in_live_only():
             return tied
         try:
-            self._materialise()  # values do not matter, only the result of post-processing
+            self._materialise()  # any values, because only the layout after post-processing matters
             self._finish()
             for name, (live, shadow) in self.pairs.items():
                 if problem := _difference(live, shadow, self.derived(shadow)):
@@ -396,7 +396,7 @@ def _difference(live: nn.Module, shadow: nn.Module, derived: list[str]) -> str:
     if hasattr(shadow, "quant_method"):
         for name in derived:
             value = shadow.__dict__[name]
-            # A function without a closure and defaults cannot hold weights.
+            # A function without a closure or defaults cannot hold weights.
             if not isinstance(value, FunctionType) or value.__closure__ or value.__defaults__:
                 return f"post-processing derives {name} from the weights"
     if live._parameters.keys() != shadow._parameters.keys():
@@ -425,7 +425,7 @@ class PausedLoader:
     def __init__(self, live: nn.Module, config: VllmConfig, device: torch.device, peers: GroupCoordinator) -> None:
         self._live, self._config, self._device, self._peers = live, config, device, peers
         self._layout: dict[str, tuple[Tensor, int]] = {}
-        """A tensor on `meta` and the rank that keeps the parameter, by name, in the manifest's order."""
+        """By parameter name, in the manifest's order: a tensor on `meta`, and the rank that keeps the parameter."""
         self._kept: dict[str, Tensor] = {}
 
     def check(self, manifest: Manifest) -> None:

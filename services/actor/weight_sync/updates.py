@@ -53,8 +53,8 @@ class UpdateListener:
     outage, the listener waits. Other code may lock `serving` to prevent commits and sleep. On a GPU shared with the trainer,
     this process has the `turn` while its engine is awake.
 
-    With a `log`, this actor is in no epoch, and reads the newest published version there. An error of the store, or a version
-    that retention has removed, is retried until it succeeds or a newer version is published."""
+    With a `log`, this actor is in no epoch, and reads the newest published version from the log. If the store fails, or
+    retention has removed the version, the actor retries until it succeeds or a newer version is published."""
 
     def __init__(
         self,
@@ -172,8 +172,8 @@ class UpdateListener:
         ) from error
 
     async def _on_epoch(self, epoch: pb.EpochStart, *, alone: bool) -> None:
-        """Join an epoch that includes this process. `alone`: the epoch is a side group of joining actors. A side group outlives
-        epochs without this process. It ends when an epoch includes this process, or when the trainer ends it."""
+        """Join an epoch that includes this process. `alone`: the epoch is a side group of joining actors. While this process
+        is in a side group, it ignores epochs that do not include it."""
         mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
         if mine is not None and mine.incarnation == epoch.incarnation:
@@ -240,7 +240,7 @@ class UpdateListener:
 
     @property
     def _is_behind(self) -> bool:
-        """Return whether the log has a newer version than the served one, and its manifest, which may come later, is here."""
+        """Return whether the log has a newer version than the served one. False until that version's manifest is here."""
         newest, served = PolicyVersion(self._published.incarnation, self._published.version), self._gate.served
         return self._published.manifest_id == self.manifest_id != "" and (served is None or newest > served)
 
@@ -300,7 +300,7 @@ class UpdateListener:
         await self._answer("serving", pb.Serving, commit, headers, version=commit.version, stall_s=stall_s)
 
     async def _on_sleep(self, version: PolicyVersion) -> None:
-        """Put the engine to sleep after a running probe, and release the turn. Do nothing while the engine does not serve
+        """Wait for a running probe, put the engine to sleep and release the turn. Do nothing while the engine does not serve
         `version` yet or a transfer uses the GPU; the trainer repeats the order."""
         if self._turn is None or version != self._gate.served or self._gate.asleep or self.staging_state != "idle":
             return

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING_ORDERS = 16
 ENDING_S = 60.0
-"""Maximum seconds for a loader to end, which may free a whole model."""
+"""Maximum seconds to wait for a loader's end, because it may free a whole model."""
 RELEASE = "release"
 
 
@@ -46,11 +46,11 @@ class Receiver:
     """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. Iterate
     `tensors()` to the end, close the iterator in any case, then call `staged`. Closing takes at most the stall timeout; the
     group is in use until then. `begin` runs a loader that does this on a new thread. If the group breaks, the loader keeps its
-    part and waits until `resume` continues or `drop` ends it. Call `begin`, `resume` and `drop` from one thread.
+    chunks and waits until `resume` continues or `drop` ends it. Call `begin`, `resume` and `drop` from one thread.
 
     `buffers`: number of chunks held at a time. With more than one, a thread receives the next chunks while the caller checks
-    and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reused for chunks, and for larger tensors.
-    Without it, each piece is new memory of the group's placement, which is pinned if it is host memory beside a GPU."""
+    and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reused for chunks and larger tensors.
+    Without it, each piece is new memory of the group's placement, pinned if it is host memory of a machine with a GPU."""
 
     group: WeightGroup | StreamFile
     manifest: Manifest
@@ -69,7 +69,7 @@ class Receiver:
         self._receive_s = self._checked_s = self._waited_s = 0.0
         self._loading: Future[StagedWeights] | None = None
         self._waits = False
-        """True while the loader waits for another group if one breaks."""
+        """If True, a loader whose group breaks waits for another group."""
         self._resumed: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._problems: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
@@ -85,7 +85,7 @@ class Receiver:
         self._loading.add_done_callback(lambda done: self._problems.put(done.exception()))
 
     def resume(self, group: WeightGroup | StreamFile, timeout_s: float) -> None:
-        """Receive the missing chunks on the loader's thread, or here if only other ranks lack some. Raises TransferError."""
+        """Receive the missing chunks on the loader's thread, or here if only other ranks lack chunks. Raises TransferError."""
         assert self._loading is not None
         self.group, self.timeout_s = group, timeout_s
         if not self._loading.done():
@@ -117,7 +117,7 @@ class Receiver:
                 return
             except (GroupFailed, TransferAborted) as error:
                 started = time.monotonic()
-                if self._checksums:  # frames of the error, which is kept, would hold a chunk's memory
+                if self._checksums:  # the error is kept, and its frames would hold a chunk's memory
                     error.__cause__ = error.__context__ = error.__traceback__ = None
                 if not self._checksums or not self._waits:
                     raise
@@ -219,7 +219,7 @@ class TransferWorker:
         self._staging: Receiver | None = None
         self._staged: PolicyVersion | None = None
         self._to_swap: PolicyVersion | None = None
-        self._loading = threading.Lock()  # held while the loader is in use, or has a part of a version
+        self._loading = threading.Lock()  # held while the loader is in use, or has loaded part of a version
         self._aborted = threading.Event()
         self._discards = 0  # discards received and not yet performed, plus one once the connection has ended
         self._discarding = threading.Lock()
@@ -241,7 +241,7 @@ class TransferWorker:
     def swap(self) -> None:
         """Make the version of `check_staged` live. Raises TransferError if it has been discarded since."""
         assert self._to_swap is not None, "check_staged comes first"
-        self.check_staged(self._to_swap)  # fails without the lock, which a waiting loader may hold
+        self.check_staged(self._to_swap)  # fail before taking the lock, which a waiting loader may hold
         with self._loading:
             self._placement.synchronize()  # no queued work may still read the old weights
             self.check_staged(self._to_swap)

@@ -3,10 +3,10 @@
 A problem's tests have one of the forms of common data sets:
 
     [{"input": "2 3", "output": "5"}, ...]                        standard input and expected output
-    {"inputs": ["2 3", ...], "outputs": ["5", ...]}               the same (APPS, TACO), also as JSON in a text
+    {"inputs": ["2 3", ...], "outputs": ["5", ...]}               the same (APPS, TACO), also as a JSON string
     {"fn_name": "add", "inputs": [[2, 3]], "outputs": [5]}        arguments and result of a function or of a method of the class
                                                                   Solution (LeetCode); "outputs": [[5]] is the same (APPS)
-    ["assert add(2, 3) == 5", ...], or one text                   statements that must not raise (MBPP)
+    ["assert add(2, 3) == 5", ...], or one string                 statements that must not raise (MBPP)
     "def check(candidate): ..."  with  entry_point: "add"         a function that checks the program (HumanEval)
 
 The program's process gets neither expected results nor statements: results are compared in this process, and statements run in
@@ -92,7 +92,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
         for number, test in enumerate(tests, start=1):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                problems.append(f"no time was left for the tests from {number} on (reward.timeout_s)")
+                problems.append(f"no time was left from test {number} on (reward.timeout_s)")
                 break
             problem = _run(source, test, Limits(min(config.test_timeout_s, left_s), config.memory_mib), means)
             passed += not problem
@@ -151,7 +151,7 @@ def tests_of(reference: Mapping[str, Any], field: str) -> list[Test]:
 
 
 def _loaded(given: Any) -> Any:
-    """Decode a text that holds JSON, a Python literal, or base64 of compressed, perhaps pickled JSON (LiveCodeBench)."""
+    """Decode a string of JSON, a Python literal, or base64 of compressed and perhaps pickled JSON (LiveCodeBench)."""
     if not isinstance(given, str):
         return given
     if given.lstrip().startswith(("{", "[")):
@@ -213,18 +213,18 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
-    """Return the test of a call. If `put` is a text, each line is an argument in JSON, and a text `got` is JSON, too."""
+    """Return the test of a call. If `put` is a string, each line is an argument in JSON, and a string `got` is JSON, too."""
     if isinstance(put, str):
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
     if not isinstance(put, list):
-        raise TypeError(f"the arguments are {put!r:.80}; give a list, or a text with one argument per line")
+        raise TypeError(f"the arguments are {put!r:.80}; give a list, or a string with one argument per line")
     call = ["__call__", [["yours", str(name)], *(harness.encode(each, list) for each in put)], {}]
     return Test(call=json.dumps(call), returned=got, in_list=in_list)
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Yield a test for each text, with all names of the program that the texts use. Raises `ValueError` if they use none."""
+    """Yield a test for each of `texts`, with the program's names that they use. Raises `ValueError` if they use none."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)
@@ -303,7 +303,7 @@ def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
         kind, *said = json.loads(ended.stdout)
         if kind == "raise":
             return f"{said[0][0]}: {said[1]}"[: 2 * _SHOWN_CHARACTERS]
-        result = harness.decode(said[0], _refuse)  # tuples and arrays become lists, and keys become texts
+        result = harness.decode(said[0], _refuse)  # tuples and arrays become lists, and keys become strings
         result = json.loads(json.dumps(result, default=operator.methodcaller("tolist")))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return _how_ended(ended, limits, "it ends too soon" if not ended.stdout else "returns a value that is not JSON")

@@ -48,7 +48,7 @@ class ComposedReward:
 
     def find_answer(self, completion: str, prompt: str = "") -> str | None:
         """Return group 1 of the last match of `answer_pattern`, stripped, or None. Without a pattern, return the completion. An
-        answer inside a thought does not count. If the text outside thoughts has no match, the pattern may match their tags.
+        answer inside a thought does not count. If no text outside thoughts matches, the pattern may match a thought's tags.
 
         The first search is without re.DOTALL, so that `Answer: (.*)` takes only its line. A second search, after the last
         match, is with re.DOTALL, so that `<answer>(.*)</answer>` finds an answer of several lines."""
@@ -100,7 +100,7 @@ def wrong_number(values: Iterable[float], max_abs: float) -> str:
     largest = max((abs(value) if math.isfinite(value) else math.inf) for value in values)
     if largest == math.inf:
         return "the reward is not a finite number"
-    return f"the reward's size exceeds reward.max_abs ({max_abs:g})" if largest > max_abs else ""
+    return f"the reward's absolute value exceeds reward.max_abs ({max_abs:g})" if largest > max_abs else ""
 
 
 def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
@@ -239,7 +239,7 @@ def _trl_score(returned: Any) -> Score:
 
 
 def terms_of(returned: Mapping[Any, Any], what: str = "the reward") -> dict[str, Any]:
-    """Return named numbers with text as names. Raises `BadReward` if there are too many, or if a name is too long."""
+    """Return named numbers with strings as names. Raises `BadReward` if there are too many, or if a name is too long."""
     if len(returned) > MOST_TERMS:
         raise BadReward(f"{what} has {len(returned):,} terms; return at most {MOST_TERMS}")
     terms = {as_unicode(str(name)): value for name, value in returned.items()}
@@ -250,7 +250,7 @@ def terms_of(returned: Mapping[Any, Any], what: str = "the reward") -> dict[str,
 
 
 def number_of(value: Any, what: str) -> float:
-    """Return a number of users' code as a float. Raises `BadReward` for anything else, also for text."""
+    """Convert a number from users' code to a float. Raises `BadReward` for anything else, including strings."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError("a text")
@@ -261,7 +261,7 @@ def number_of(value: Any, what: str) -> float:
 
 
 def exact(item: RewardInput) -> Score:
-    """Score 1 if answer and reference are the same text, apart from surrounding white space."""
+    """Score 1 if answer and reference are the same string, apart from surrounding white space."""
     wanted = reference_answer(item)
     if item.answer is None:
         return NO_ANSWER

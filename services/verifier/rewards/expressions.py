@@ -1,8 +1,8 @@
 r"""Parse mathematics, in LaTeX or plain text, into a tree, and evaluate it.
 
 `read` turns `\frac{1}{2}`, `x^2 + 1`, `(3, 4]` or `18 dollars` into a `Node`. `evaluate` returns its value: an exact fraction
-if possible, otherwise a number with 300 digits. Texts may be hostile, so reading computes nothing, and too large values are
-refused.
+if possible, otherwise a number with 300 digits. The text may be hostile, so `read` computes nothing, and `evaluate`
+refuses values that are too large.
 """
 
 from __future__ import annotations
@@ -467,7 +467,7 @@ def _is_whole(node: Node) -> bool:
 
 @lru_cache(maxsize=2048)
 def read(text: str) -> Node:
-    """Return the tree of a text that `tidy` has normalised. Raises `Unreadable`."""
+    """Return the tree of text that `tidy` has normalised. Raises `Unreadable`."""
     if len(text) > MOST_CHARACTERS:
         raise Unreadable("too long for an answer")
     try:
@@ -524,7 +524,7 @@ def _factorial(value: Number) -> Number:
 
 
 def _opaque(name: str, value: Number) -> Number:
-    """Return the value of a smooth function that stands for an unknown one. It depends on the name, so f equals only itself."""
+    """Return the value of a smooth function that stands for an unknown one. It differs for each name, so f equals only f."""
     x, seed = inexact(value), zlib.crc32(name.encode())
     return (seed % 97 + 3) + x * (seed % 89 + 2) / 7 + x**3 / (seed % 83 + 5) + mp.sin(x)
 

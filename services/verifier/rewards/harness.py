@@ -54,7 +54,7 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
 
 
 def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """Return the value that `encode` wrote. `resolve` finds the object of a reference. Raises for any other message."""
+    """Return the value that `encode` wrote. `resolve` finds the object of a reference. Raises for other messages."""
     if not isinstance(message, list):
         return message
     match message:

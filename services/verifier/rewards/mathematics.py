@@ -1,8 +1,8 @@
 r"""Score mathematics: find the answer in a completion, and compare it with the reference by value.
 
-Answers are compared as texts first, and then by their form: lists and sets in any order; tuples, intervals and matrices part by
+Answers are compared as text first, and then by their form: lists and sets in any order; tuples, intervals and matrices part by
 part; equations up to a factor; numbers exactly; other expressions by their values at several points. An answer that cannot be
-parsed earns nothing unless the texts agree."""
+parsed earns nothing unless its text agrees with the reference's."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _is_mathematics(text: str) -> bool:
 
 
 def _key(text: str) -> str:
-    """Return `text` without differences of spelling: spaces, braces, and capitals of words."""
+    """Return a key of `text` that ignores differences in spaces, braces and the capitals of words."""
     text = re.sub(r"([\^_]|pmod)\{(\w)\}(?!\w)", r"\1\2", text.replace("\x02", ""))
     return re.sub(
         r"[A-Z][a-z]{3,}|(?i:yes|no|true|false)", lambda word: word[0].lower(), re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)

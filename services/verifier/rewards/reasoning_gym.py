@@ -94,7 +94,7 @@ def _is_of_a_formula(node: ast.AST) -> bool:
 
 
 def reasoning_gym_scorer(family: str) -> Scorer:
-    """Return a scorer that takes the family from each reference. Raises `FieldError` if `family` does not exist."""
+    """Return a scorer. Each reference names its family; `family` is only checked. Raises `FieldError` if it does not exist."""
     check_family(family)
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.factory import DATASETS
@@ -133,7 +133,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _judge(score_answer: Callable[..., float], answer: str, entry: dict[str, Any]) -> Score:
-    """Score an answer; 0 if the family's scorer raises. Raises `BadReference` if it also raises for the entry's own answer."""
+    """Score an answer; 0 if the scorer raises. Raises `BadReference` if the scorer also raises for the entry's own answer."""
     try:
         return Score(float(score_answer(answer=answer, entry=entry)))
     except MemoryError:
