@@ -98,7 +98,7 @@ class Checkpointer:
         self._boundary = asyncio.Lock()
         self._over = False
         self._interrupted = False
-        """True if a step was cancelled or failed. The weights may then be ahead of the tracker."""
+        """True if a step was cancelled or failed. The weights may then contain a step that the ledger lacks."""
 
     @property
     def _busy(self) -> bool:
@@ -119,7 +119,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Context for computing and recording a step. No checkpoint begins meanwhile. After the last, it waits forever."""
+        """Context for computing and recording a step. No checkpoint begins meanwhile. Waits forever after `write(last=True)`."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # waits until the process ends
@@ -131,7 +131,7 @@ class Checkpointer:
 
     async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
         """Write a checkpoint now, or after the running step, and return when it is on disk. `anew`: write this version again,
-        for newer sequences. `last`: let no further step begin. Raises `ServiceError` if writing fails or the run has ended."""
+        with newer sequences. `last`: let no further step begin. Raises `ServiceError` if writing fails or the run has ended."""
         while True:
             async with self._boundary:
                 if self._interrupted:
@@ -169,7 +169,7 @@ class Checkpointer:
     async def _finish(self, job: Future[WrittenCheckpoint], version: int) -> WrittenCheckpoint:
         try:
             written = await asyncio.wrap_future(job)
-        except Exception as error:  # from the disk, torch, or another rank: in any case the run goes on
+        except Exception as error:  # an error of the disk, torch or another rank; the run continues
             raise ServiceError(
                 f"the checkpoint of version {version} could not be written: {str(error) or repr(error)}"
             ) from error
@@ -195,7 +195,7 @@ _KEPT = ("_weight_conversions", "peft_config")
 
 class PolicyExport:
     """Exports a policy in `dtype` as a Hugging Face folder. Training waits during `stage`, and continues during `write`.
-    `form` is the model without tensors (on the meta device), enough for transformers to write it. So the writing thread uses
+    `form` is the model without tensors (on the meta device); transformers writes files with it. So the writing thread uses
     nothing that a step changes. `stage` overwrites the tensors of the previous call, which must already be written."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:

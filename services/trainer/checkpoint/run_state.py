@@ -1,7 +1,7 @@
 """Resume state: the part of a checkpoint that is not tensors, and `lineage.json`.
 
 `lineage.json` records the version at each start of this run's trainer, the latest recipe, and when training began. A trainer
-writes the file before it serves anything, so no two trainers of a run use the same incarnation number. A checkpoint has
+writes it before it publishes anything, so no two trainers of a run use the same incarnation number. A checkpoint has
 `run.json`, and `sequences.pb`: received sequences without outcome, as length-delimited protobuf messages.
 """
 
@@ -252,7 +252,7 @@ class Start:
     saved_at_s: float | None = None
     """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
     changes: tuple[str, ...] = ()
-    """Recipe fields that changed since that checkpoint or, without a checkpoint, since the last start, with both values."""
+    """Recipe fields that changed since that checkpoint (without one, since the last start), with old and new value."""
 
     @property
     def version(self) -> int:
@@ -290,7 +290,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
 
 
 def evaluates_first(start: Start, recipe: Recipe) -> bool:
-    """Return whether the version of `start` is due for an evaluation whose result the checkpoint lacks. Pure."""
+    """Return whether to evaluate the version of `start`: an evaluation is due, and the checkpoint lacks its result. Pure."""
     every, version = recipe.evaluation.every_steps, start.version
     known = start.state.figures["report"]["totals"]["heldout"] if start.state else []
     due = version in (0, recipe.trainer.steps) or (every > 0 and version % every == 0)

@@ -6,8 +6,8 @@ names the newest complete folder. A folder without a manifest comes from other t
 ever deleted. pyarrow accesses the stores, and finds credentials in the same places as each store's own tools.
 
 Training never waits for uploads. A newer checkpoint replaces a waiting one. The files are first linked into another folder,
-because the checkpoint may be removed meanwhile. A run's next trainer continues an unfinished upload. A thread makes each
-attempt, because a store may hang.
+because the checkpoint may be removed meanwhile. A restarted trainer uploads the newest checkpoint if it has not yet been
+uploaded. A thread makes each attempt, because a store may hang.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Digest: TypeAlias = tuple[int, str]
 def put_model(folder: Path, url: str, is_given_up: Callable[[], bool] = lambda: False) -> int:
     """Upload all files of `folder` to the folder `url`, verify them, point `latest` at `url`, and return the number of bytes. A
     model already at `url` counts as incomplete once the upload begins. Raises `ServiceError` if a stored file differs or
-    `is_given_up()`, and the store's `OSError`."""
+    `is_given_up()` is true, and the store's `OSError`."""
     store, root = open_files(_FIELD, url, url)
 
     def put(path: str, parts: Iterable[bytes]) -> Digest:
@@ -167,7 +167,7 @@ UPLOADED = "uploaded.json"
 """File in the run's folder with `{"version", "url", "at_s"}` of the last upload."""
 BACKOFF = Backoff(first_s=1.0, most_s=60.0, jitter=0.2)
 TRY_S = 4 * 3600
-"""Maximum seconds of one attempt. After that, the store counts as hanging."""
+"""Maximum seconds of one attempt. After that, the store is assumed to hang."""
 
 
 class Uploads:
@@ -179,7 +179,7 @@ class Uploads:
         self._waiting: tuple[int, Path] | None = None
         """Version, and linked copy of the checkpoint. Its modification time says when the checkpoint was written."""
         self._since_s = 0.0
-        """Unix time at which the waiting checkpoint, or the first one that it replaced in the queue, was written."""
+        """Unix time at which the waiting checkpoint was written; if it replaced others that waited, the time of the first."""
         self._trying: Path | None = None
         self.last: dict[str, Any] = {}
         """Content of `UPLOADED`; empty before the first upload."""
@@ -236,7 +236,7 @@ class Uploads:
             await retry_forever(self._try, "upload a checkpoint", retried=_is_stores, backoff=BACKOFF)
 
     async def _try(self) -> None:
-        assert self._waiting is not None, "one has arrived"
+        assert self._waiting is not None, "a checkpoint waits"
         tried, began_s = self._waiting, time.monotonic()
         version, self._trying = tried
         url = f"{self._root}/{self._trying.name}"

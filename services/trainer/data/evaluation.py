@@ -108,7 +108,7 @@ class HeldoutResult:
 
 
 class Evaluator:
-    """Evaluates a version through those actors of `updater` that serve it. As in training, these actors sample prompt groups
+    """Evaluates a version through the actors that serve it, which `updater` lists. As in training, they sample prompt groups
     and have the verifier score the sequences. `calls`: has the interface of `calls_to`."""
 
     def __init__(
@@ -171,7 +171,7 @@ class Evaluator:
         return done
 
     def _request(self, asked: Iterable[int], version: int) -> tuple[actor_pb2.GenerateRequest, dict[str, int]]:
-        """Return a request for the first `asked` answers, as many as fit into one call, and their numbers by group id."""
+        """Return a request for as many of the `asked` answers as fit into one call, and their numbers by group id."""
         request, numbers, num_bytes = actor_pb2.GenerateRequest(), dict[str, int](), 0
         for number in asked:
             group = self._group(number, version)
@@ -203,7 +203,7 @@ class Evaluator:
         return found
 
     def _is_of(self, version: int, answer: Sequence) -> bool:
-        """Return whether to accept an answer: it failed, or `version` sampled all of it. Others are requested again."""
+        """Return whether to accept an answer, as it failed or `version` sampled all of it. Others are requested again."""
         if answer.failure:
             log.warning("held-out problem %s failed: %s", answer.group_id, answer.failure)
             return True

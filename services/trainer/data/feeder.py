@@ -2,7 +2,7 @@
 
 The limits are checked after a new version, a lost group, the arrival of a sequence, or the start of an optimizer step. A group
 enters the tracker before it is published, so no unknown sequence can arrive. Its number is reserved on disk even earlier, so a
-restarted trainer knows which groups may have been published. Completions arrive as token ids.
+restarted trainer knows which groups may have been published.
 """
 
 from __future__ import annotations
@@ -164,10 +164,10 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Take over the groups of an earlier incarnation, and return how many were published again. Call this before reading
-        the log. `prompts`, `arrived`: groups on the streams (`scan_in_flight`). Open all groups up to the last one on the
-        streams whose number is below `reserved`; `run` opens later ones. An open group that is on no stream is published again,
-        with a message id that ends with `name`."""
+        """Take over the groups of an earlier incarnation, which reserved all numbers below `reserved`. Return how many were
+        published again. Call this before reading the log. `prompts`, `arrived`: groups on the streams (`scan_in_flight`). Open
+        all groups up to the highest reserved number on the streams; `run` opens later ones. An open group that is on no stream
+        is published again, with a message id that ends with `name`."""
         named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
         last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)
         while self.next_group <= last:

@@ -51,7 +51,7 @@ def recorded_steps(run_dir: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The groups of the step that turned policy version `step` - 1 into `step`. `about`: recipe and software of that time."""
+    """The groups of the step that turned policy version `step` - 1 into `step`. `about`: result of `software` for the step."""
 
     step: int
     groups: list[TrainingGroup]

@@ -39,7 +39,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def cost_model_of(model: PreTrainedModel) -> CostModel:
     """Return a training step's cost / `TRAINING_PASSES`, as a function of sequence lengths. Frozen weights get no gradients, so
     their products take two passes instead of three. Matrices are counted in the model itself, so any architecture works. Of a
-    mixture's experts, as many count as a token visits."""
+    mixture's experts, only those that a token visits count."""
     text: Any = model.config.get_text_config()
     decoder, head = model.get_decoder(), model.get_output_embeddings().weight
     uncounted = {id(module.weight) for module in decoder.modules() if isinstance(module, torch.nn.Embedding)} | {id(head)}
@@ -79,7 +79,7 @@ def take_memory_peak(device: torch.device) -> int:
     """Return peak memory in bytes: on a GPU, of tensors since the last call; on a CPU, of the process since its start."""
     if device.type != "cuda":
         status = dict(line.split(":", 1) for line in PROCESS_STATUS.read_text(errors="replace").splitlines())
-        # Some container runtimes leave VmHWM out. `getrusage` may return the parent's peak.
+        # Some container runtimes leave out VmHWM. Only then use `getrusage`, which may return the parent's peak.
         kib = status.get("VmHWM", "").split() or [str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)]
         return int(kib[0]) * 1024
     peak = torch.cuda.max_memory_allocated(device)

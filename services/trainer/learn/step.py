@@ -74,7 +74,7 @@ class PreparedStep:
     phases_s: Mapping[str, float]
     """Seconds in `plan` and `build`, which run during the previous step."""
     sampled: Mapping[str, list[int]]
-    """Numbers of the branches of `meter.sampled_sequences`, by sequence id."""
+    """Positions of the branches of `meter.sampled_sequences` in the step, by sequence id."""
     actors: tuple[str, ...]
     """Names of the actors that sampled the sequences. `HostMicroBatch.actors` has indices into it."""
 
@@ -161,7 +161,7 @@ class Learner:
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
         """Return a plan, and how many slots at its start need no backward pass. A slot is one micro-batch per rank. `silent`:
-        branches without a gradient. They get separate slots, unless all are silent, or several ranks would then need more."""
+        branches without a gradient. They get separate slots, unless all are silent, or several ranks need more slots then."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
@@ -244,7 +244,7 @@ class Learner:
         """Compute this rank's `share` of one optimizer step. Return statistics, totals and figures.
 
         The statistics summarise four values of each sampled token in the share: log weight, clipped, masked and entropy. A
-        learned baseline is the fifth. Totals [4] are of the whole step: loss, KL to the reference, value loss, sum of the
+        fifth is the learned baseline, if any. Totals [4] are of the whole step: loss, KL to the reference, value loss, sum of the
         weights. Figures are those of `PolicyOptimizer.step`, and this rank's `memory_peak_gib` and `compute_s`.
         """
         values, terms = [], []
