@@ -116,7 +116,7 @@ class PolicyTrainer:
         torch.cuda.empty_cache()
 
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
-        """Copy the training state and the export of the current weights, which must be of `version`, on all ranks.
+        """On all ranks, copy the training state and the weights to export, which must be of `version`.
 
         Return a function that writes the export into an existing folder, and the state into `resume/state` below it. Call it at
         most once, on another thread, before the next checkpoint begins. It makes the state durable; the caller must sync the
@@ -181,7 +181,7 @@ def weight_sender(
 
 def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
     """Return whether a single rank's GPU can keep the snapshots. Adapters always fit. Whole weights must fit beside the
-    training state. They never stay on a GPU shared with an actor (torch may then use only a fraction of the memory)."""
+    training state. They never stay on a GPU shared with an actor, where torch may use only a fraction of the memory."""
     if sends_adapters(recipe) or torch.cuda.get_per_process_memory_fraction(policy.device) < 1:
         return sends_adapters(recipe)
     model = Model.of(recipe, sum(parameter.numel() for parameter in policy.parameters()))

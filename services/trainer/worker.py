@@ -69,7 +69,7 @@ def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda o
     while (order := links.receive_order()).kind != END:
         if order.kind == SAVE:
             if writing is not None:
-                writing.result()  # rank 0 has already finished the previous checkpoint
+                writing.result()  # returns soon: rank 0 has finished the previous checkpoint
             saver.stage()
             writing = saving.submit(saver.follow)
         else:

@@ -1,7 +1,7 @@
 """Decide when to write checkpoints. Each one holds one policy version. Its folder appears only when it is complete.
 
 Tensors and other state are captured at the same moment between two steps. During the next steps, a separate thread writes one
-checkpoint at a time to a hidden folder, which is then renamed. A checkpoint that falls due meanwhile is written afterwards.
+checkpoint at a time to a hidden folder, which is then renamed. If a checkpoint falls due during a write, it begins after it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def write_checkpoint(
 
 
 class Checkpointer:
-    """Writes checkpoints. `begin(version)` copies the tensors, `capture()` all other state. `written` runs after each write."""
+    """Writes checkpoints. `begin(version)` copies tensors; `capture()` copies other state. `written` runs after each write."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Checkpointer:
         self._run_dir, self._config, self._journal = run_dir, config, journal
         self._begin, self._capture, self._written = begin, capture, written
         self.positions = dict(start.positions)
-        """For the version of each kept checkpoint: position of the last message in SEQUENCES that it covers."""
+        """By version of a kept checkpoint: position of the last message in SEQUENCES that the checkpoint covers."""
         self.saved_at_s = start.saved_at_s
         """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
         self._began_version, self._began_s = start.version, time.monotonic()
@@ -119,7 +119,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Context for computing and recording a step. No checkpoint begins meanwhile. Waits forever after `write(last=True)`."""
+        """Context for computing and recording a step. No checkpoint begins in it. After `write(last=True)`, it never begins."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # waits until the process ends

@@ -88,8 +88,8 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
 
 
 def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
-    """Return the run's `GroupTokens` from group-key.json. If there is no such file, create it with a new key: groups below
-    number `reserved` then need no token, as they may be in progress. Raises `UserError` if the file is malformed."""
+    """Return the run's `GroupTokens` from group-key.json. If there is no such file, create it with a new key. Groups below
+    number `reserved`, which were issued without this key, then need no token. Raises `UserError` if the file is malformed."""
     path = run_dir / "group-key.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -190,7 +190,7 @@ def _held_from_json(content: Mapping[str, Any], sequences: Mapping[str, Sequence
 
 
 def journaled_state(run_dir: Path, run: str, version: int, recipe: Recipe) -> RunState:
-    """Reconstruct the state right after the step that made `version` from the journal and metrics.jsonl. The state holds no
+    """From the journal and metrics.jsonl, reconstruct the state right after the step that made `version`. The state holds no
     sequences, so those in flight will be generated again. Raises `FieldError` if the journal ends before the step does, and
     `LedgerViolation` if the journal contradicts itself."""
     tracker, sizes, kept = SequenceTracker(), dict[str, int](), set[str]()
@@ -248,7 +248,7 @@ class Start:
     """Folder `…/resume` of the checkpoint to resume from."""
     state: RunState | None = None
     positions: Mapping[int, int] = field(default_factory=dict)
-    """For the version of each checkpoint, oldest first: position of the last message in SEQUENCES that it covers."""
+    """By version, oldest first: position of the last message in SEQUENCES that the checkpoint of this version covers."""
     saved_at_s: float | None = None
     """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
     changes: tuple[str, ...] = ()

@@ -203,7 +203,7 @@ class StateSaver:
         self._free.set()
 
     def stage(self) -> None:
-        """Copy the state of all ranks into host memory, and drop a state that was only staged. No write may be running."""
+        """Copy the state of all ranks into host memory. Drop a staged state that was never written. No write may be running."""
         self.abandon()
         assert self._free.is_set(), "the previous state is still being written from the same memory"
         self._learner.order(SAVE)

@@ -1,9 +1,9 @@
-"""Models in an object store: each checkpoint's model is uploaded to `checkpoint.upload`, and initial models are fetched.
+"""Models in an object store: the models of checkpoints are uploaded to `checkpoint.upload`, and initial models are fetched.
 
 A folder in the store has a `pipelinerl-manifest.json`, which first marks the model as incomplete. The files are written, read
 back and compared. Then the manifest gets the size and the SHA-256 of every file. The object `latest` beside the folders
-names the newest complete folder. A folder without a manifest comes from other tools and is not checked. Nothing is
-ever deleted. pyarrow accesses the stores, and finds credentials in the same places as each store's own tools.
+names the newest complete folder. A folder without a manifest comes from other tools and is not checked. Old models
+are not deleted. pyarrow accesses the stores, and finds credentials in the same places as each store's own tools.
 
 Training never waits for uploads. A newer checkpoint replaces a waiting one. The files are first linked into another folder,
 because the checkpoint may be removed meanwhile. A restarted trainer uploads the newest checkpoint if it has not yet been
@@ -177,7 +177,7 @@ class Uploads:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
         self._run_dir, self._aside, (self._tries, self._seconds) = run_dir, run_dir / "uploading", metrics
         self._waiting: tuple[int, Path] | None = None
-        """Version, and linked copy of the checkpoint. Its modification time says when the checkpoint was written."""
+        """Version and linked copy. The copy's modification time says when the checkpoint was written."""
         self._since_s = 0.0
         """Unix time at which the waiting checkpoint was written; if it replaced others that waited, the time of the first."""
         self._trying: Path | None = None

@@ -2,7 +2,7 @@
 
 The parity probe is a fixed token sequence that the actors and the trainer score with the same version. The largest difference
 of token log-probabilities is the run's `logprob_mismatch_max`. `parity_failures` counts answers that differ too much, that do
-not show the whole change made by training, or that cannot be compared. A stale KV cache does not affect the probe.
+not show the whole change made by training, or that cannot be compared. Actors score the probe without cached keys and values.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Evaluator:
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Evaluate `version`. The caller must hold back commits. Raises `ServiceError` if no problem gets a verdict in time."""
+        """Evaluate `version`. The caller must hold later commits. Raises `ServiceError` if no problem gets a timely verdict."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             return self._result(version, await self._answers(version, trace_of(span)))
 

@@ -1,7 +1,7 @@
 """Issue as many prompt groups as the staleness bound and the freshness limit allow, and tokenise problems into prompts.
 
 The limits are checked after a new version, a lost group, the arrival of a sequence, or the start of an optimizer step. A group
-enters the tracker before it is published, so no unknown sequence can arrive. Its number is reserved on disk even earlier, so a
+enters the ledger before it is published, so no unknown sequence can arrive. Its number is reserved on disk even earlier, so a
 restarted trainer knows which groups may have been published.
 """
 
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 
 async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], set[str]]:
-    """Return (start, prompts, arrived), which describe what an earlier incarnation left on the streams. Read the log after
-    position `start`. `prompts`: the newest position of each group on PROMPTS. `arrived`: groups with a sequence after `start`.
+    """Return (start, prompts, arrived), which describe what an earlier incarnation left on the streams. `start`: position after
+    which to read the log. `prompts`: newest position of each group on PROMPTS. `arrived`: groups with a sequence after `start`.
 
     `position`: last message of SEQUENCES that the checkpoint covers. PROMPTS is read first, because an actor stores a group's
     sequences before it acknowledges the group. A group that has left PROMPTS is thus already in the log.

@@ -70,7 +70,7 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
 
 @dataclass(frozen=True)
 class HeldSequences:
-    """All sequences that have arrived but have no outcome yet, by stage. The sequences are never modified."""
+    """All sequences that have arrived but have no outcome yet, by stage. Nothing modifies them, so they need no copy."""
 
     taken: tuple[TrainingGroup, ...] = ()
     """Groups for the next step, or in conventional mode for the current phase."""

@@ -134,7 +134,7 @@ class PackedLayout:
     """int32[sequences + 1]: cumulative lengths. The last is T, or more if sequences share tokens."""
     longest: int
     places: NDArray[np.int64] | None = None
-    """[sum of lengths]: position in the row of each token, sequence after sequence. None if no tokens are shared."""
+    """[sum of lengths]: each token's position in the row, sequence after sequence. None if no tokens are shared."""
     part: RowPart | None = None
     """Set if ranks share the row: each rank attends to all tokens with a part of the heads."""
 

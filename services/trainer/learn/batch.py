@@ -68,7 +68,7 @@ class HostMicroBatch:
     lengths: NDArray[np.int64]
     """[S]: number of tokens of each branch in the row, including its prompt."""
     places: NDArray[np.int64]
-    """[sum of lengths]: position in the row of each token, branch after branch; 0 .. T - 1 if no prompt is shared."""
+    """[sum of lengths]: each token's position in the row, branch after branch; 0 .. T - 1 if no prompt is shared."""
     predictors: NDArray[np.int64]
     """[C]: position in the row whose output predicts the token. Ascending if no prompt is shared."""
     targets: NDArray[np.int64]

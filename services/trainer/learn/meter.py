@@ -135,10 +135,10 @@ class PhaseTimer:
 
 SAMPLED_WEIGHTS, LAG_0_TOKENS = "sampled_weights", "lag_0_tokens"
 """Keys of a step's figures that are not in metrics.jsonl. The first has importance weights of `sampled_sequences` by id. The
-second has, for each actor, [its tokens of lag 0, those of them with |log π − log μ| above the bound]."""
+second has two numbers for each actor: its tokens of lag 0, and how many of these have |log π − log μ| above the bound."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
-"""Results of `bound_of`. The float32 bound is ten times the probe's tolerance. In 16 bits a single token may be much further
-off than the median, and even more so with quantised weights in the engine."""
+"""Results of `bound_of`. The float32 bound is ten times the probe's tolerance. In 16 bits, single tokens differ much more than
+the median token. Quantised weights in the engine make them differ even more."""
 
 
 def in_sixteen_bits(recipe: Recipe) -> bool:
@@ -189,12 +189,12 @@ class TokenStatistics:
     actors: NDArray[np.int64]
     """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many of them are above the bound or not finite."""
     reported: NDArray[np.float64]
-    """[R, 2]: number of the branch, and log weight, of each reported token."""
+    """[R, 2]: for each reported token, the position of its branch in the step, and its log weight."""
 
 
 def token_statistics(values: NDArray[np.float32], batches: tuple[HostMicroBatch, ...], bound: float) -> TokenStatistics:
-    """Reduce the per-token values [4, C] or [5, C] that `Learner.compute` describes. `bound`: largest |log weight| of a token
-    of lag 0 at which actor and trainer agree."""
+    """Return statistics of the per-token values [4, C] or [5, C] that `Learner.compute` describes. `bound`: largest |log
+    weight| of a token of lag 0 at which actor and trainer agree."""
     of_tokens = [(one.lags, one.advantages, one.actors[one.branch_index], one.reported[one.branch_index]) for one in batches]
     lags, returns, actors, branches = map(np.concatenate, zip(*of_tokens, strict=True))
     by_lag = np.bincount(lags)

@@ -43,7 +43,7 @@ from services.trainer.world import ADAPTER, END, SCORE, WEIGHTS, Message, RankLa
 TRAIN, BATCHES, USE = "train", "batches", "use"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have equally many."""
+"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have the same number."""
 
 
 def batch_message(version: int, share: Share) -> Message:
@@ -243,9 +243,9 @@ class Learner:
     def compute(self, share: Share) -> tuple[meter.TokenStatistics, NDArray[np.float64], dict[str, Any]]:
         """Compute this rank's `share` of one optimizer step. Return statistics, totals and figures.
 
-        The statistics summarise four values of each sampled token in the share: log weight, clipped, masked and entropy. A
-        fifth is the learned baseline, if any. Totals [4] are of the whole step: loss, KL to the reference, value loss, sum of the
-        weights. Figures are those of `PolicyOptimizer.step`, and this rank's `memory_peak_gib` and `compute_s`.
+        The statistics summarise four values of each sampled token in the share: log weight, clipped, masked and entropy. With a
+        learned baseline, its value is the fifth. Totals [4] cover the whole step: loss, KL to the reference, value loss, sum of
+        the weights. Figures are those of `PolicyOptimizer.step`, and this rank's `memory_peak_gib` and `compute_s`.
         """
         values, terms = [], []
         for host_batch in share:

@@ -83,7 +83,7 @@ class Roster:
         self._actors: dict[str, _Registered] = {}
         self._newest = -1
         self._behind: dict[str, _Registered] = {}
-        """Actors that do not serve the newest version, in order of arrival. A heartbeat examines only these."""
+        """Actors that do not serve the newest version, in order of arrival. Only these can need a side group."""
         self._ended: dict[str, tuple[Member, ...]] = {}
         """Pods that are ending or have ended, by uid, each with its members that may still be running."""
 
