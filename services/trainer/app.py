@@ -1,5 +1,5 @@
-"""The process of rank 0: load the model, open the streams, the reporting outputs and the gRPC server, then execute the run. The
-HTTP server starts before all of them, so that it answers probes while the model loads."""
+"""The process of rank 0: load the model, open the streams and reporting outputs, start the gRPC server, and execute the run.
+The HTTP server starts first, so that it answers probes while the model loads."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ class PolicyExport:
             torch.cuda.current_stream(device).synchronize()
 
     def write(self, folder: Path, info: Mapping[str, Any]) -> None:
-        """Write model, tokenizer and `info` (pipelinerl.json) into the existing `folder`. Any thread may call this."""
+        """Write the model, the tokenizer and `info` (pipelinerl.json) into the existing `folder`. Any thread may call this."""
         self.form.save_pretrained(folder, state_dict=self.staged[WEIGHTS], safe_serialization=True)
         if self._generation is not None:  # `save_pretrained` would refuse the settings of some public models
             self._generation.to_json_file(folder / "generation_config.json")

@@ -90,7 +90,7 @@ def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None
     """Write the staged tensors of all ranks, and sync them to disk. All ranks must call this, on any of their threads. `group`:
     process group of all ranks; None for one rank. Raises `ServiceError` on all ranks if one of them cannot write."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # intended for a single rank
-    # Nothing is copied ahead, because torch would use this thread's current GPU, which is the first one on every rank.
+    # Nothing is copied ahead, because torch would do that on this thread's current GPU, which is GPU 0 on every rank.
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
@@ -181,7 +181,7 @@ def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple
         if name not in saved:
             raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: use a checkpoint of this model")
         if saved[name] != shape:
-            fix = f"has {name} of shape {list(saved[name])} instead of the recipe's {list(shape)}: use one of this model"
+            fix = f"has {name} of shape {list(saved[name])}, not the recipe's {list(shape)}: use a checkpoint of this model"
             raise FieldError(FIELD, str(folder), fix)
     for name in saved:
         if name not in wanted and not name.startswith(f"{RNG}/"):

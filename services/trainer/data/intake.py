@@ -113,7 +113,7 @@ class Intake:
         """Tokens that arrived since this trainer started. `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """The first message for each short reason for which a sequence failed."""
+        """By short failure reason: the first message of a failed sequence."""
         # For each task without a judge, the number of reward timeouts before its first reward.
         self._in_vain = {name: 0 for name, share in recipe.mixture.items() if share.reward.judge is None}
         self.quarantine = Quarantine(recipe.weights.verify_logprobs)
@@ -282,7 +282,7 @@ class Intake:
                 return None
         rewards = [sequence.reward for sequence in sequences]
         advantages = groups.group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
-        if sequences[0].task in self._masked:  # a truncated sequence is in the baseline, but gets no gradient
+        if sequences[0].task in self._masked:  # a truncated sequence counts in the baseline, but gets no gradient
             advantages[[sequence.finish_reason is FinishReason.LENGTH for sequence in sequences]] = 0.0
         kept = []
         for index, sequence in enumerate(sequences):

@@ -48,7 +48,7 @@ class Slots:
     """Slots in which attention processes the T tokens of a packed row: one for each token of each sequence, and padding."""
 
     sources: Tensor
-    """int64[slots]: index in the row of the token in each slot; 0 for padding."""
+    """int64[slots]: each slot's token, as its index in the row; 0 for padding."""
     first: Tensor
     """int64[T]: for each token, one of its slots."""
     by_token: Tensor

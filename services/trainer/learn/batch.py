@@ -103,7 +103,7 @@ class HostMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Inputs of model and loss on the model's device, with the shapes of `HostMicroBatch`. C may be 0."""
+    """Inputs of the model and the loss on the model's device, with the shapes of `HostMicroBatch`. C may be 0."""
 
     row: TokenRow
     predictors: Tensor

@@ -93,7 +93,7 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
     model.eval()  # in training mode, some models also add noise to their routers
     for module in model.modules():
         _disable_dropout(module)
-        module.training = getattr(module, "gradient_checkpointing", False)  # checkpointing needs it
+        module.training = getattr(module, "gradient_checkpointing", False)  # recomputing activations needs training mode
 
 
 def frozen_copy(policy: Policy) -> Policy:

@@ -189,7 +189,7 @@ class Learner:
                 self.world.batches.broadcast(Message(END))
 
     def use(self, trainer: TrainerConfig) -> None:
-        """Take further steps, on all ranks, with the learning rates, schedule, gradient bound and packing of `trainer`."""
+        """Use the learning rates, schedule, gradient bound and packing of `trainer` in later steps, on all ranks."""
         if trainer != self.trainer and self.world.is_first and self.world.links is not None:
             self.world.links.broadcast(Message(USE, {"trainer": trainer.model_dump(mode="json")}))
         self.trainer = trainer

@@ -1,8 +1,8 @@
 """The known state of each actor, and the choice of actors for side groups. Pure.
 
-A side group brings joining actors to the newest served version, beside the epoch of the others. Newcomers share one side group,
-so the trainer sends the version to them once. An actor that failed gets a separate side group. An actor joins the next epoch
-only after it serves the version. Until then it cannot delay the epoch's members.
+A side group brings joining actors to the newest served version, while the epoch of the others goes on. Newcomers share one side
+group, so the trainer sends the version to them once. An actor that failed gets a separate side group. An actor joins the next
+epoch only after it serves the version. Until then it cannot delay the epoch's members.
 """
 
 from __future__ import annotations
