@@ -116,7 +116,7 @@ class PolicyTrainer:
         torch.cuda.empty_cache()
 
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
-        """On all ranks, copy the training state and the weights to export, which must be of `version`.
+        """Copy the training state on all ranks, and to rank 0 the weights to export. All must be of `version`.
 
         Return a function that writes the export into an existing folder, and the state into `resume/state` below it. Call it at
         most once, on another thread, before the next checkpoint begins. It makes the state durable; the caller must sync the

@@ -1,7 +1,7 @@
 """Decide when to write checkpoints. Each one holds one policy version. Its folder appears only when it is complete.
 
 Tensors and other state are captured at the same moment between two steps. During the next steps, a separate thread writes one
-checkpoint at a time to a hidden folder, which is then renamed. If a checkpoint falls due during a write, it begins after it.
+checkpoint at a time to a hidden folder, which is then renamed. A checkpoint that falls due during a write begins afterwards.
 """
 
 from __future__ import annotations

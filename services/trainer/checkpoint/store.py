@@ -73,7 +73,7 @@ def put_model(folder: Path, url: str, is_given_up: Callable[[], bool] = lambda: 
     for name, sent in files.items():
         with store.open_input_stream(f"{root}/{name}") as stored:
             if (found := _copy(stored)) != sent:
-                raise ServiceError(f"{url}/{name} differs from the sent file: {found[0]} bytes, sent {sent[0]}")
+                raise ServiceError(f"{url}/{name} differs from the sent file (stored {found[0]} bytes, sent {sent[0]})")
     put_manifest(files)
     parent, _, name = root.rpartition("/")
     put(f"{parent}/{LATEST}", [name.encode()])

@@ -203,7 +203,7 @@ class Evaluator:
         return found
 
     def _is_of(self, version: int, answer: Sequence) -> bool:
-        """Return whether to accept an answer, as it failed or `version` sampled all of it. Others are requested again."""
+        """Return whether to accept an answer: yes if it failed or `version` sampled all of it. Others are requested again."""
         if answer.failure:
             log.warning("held-out problem %s failed: %s", answer.group_id, answer.failure)
             return True

@@ -272,7 +272,7 @@ def encode(recipe: Recipe, share: ProblemSet, index: int, problem: Problem, toke
     """Return a problem as a prompt group that still lacks run, id, seed and version. `index`: position in the task's split.
 
     The prompt is encoded in the task's style. An episode's prompt has no tokens, because the environment makes the prompt.
-    `max_tokens` is the task's limit, or the room that the prompt leaves in the context, if less. Length penalties use the same
+    `max_tokens` is the task's limit or, if less, the room that the prompt leaves in the context. Length penalties use the same
     limit, so they also work after a long prompt. Raises `FieldError` if a chat template is needed and the tokenizer has none.
     """
     config, sampling = share.task, recipe.sampling

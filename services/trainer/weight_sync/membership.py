@@ -224,7 +224,7 @@ class LogReaders(Roster):
         return self.served([known.member], 0, version) if known is not None and version > known.version else []
 
     def leaves(self, actor: str, reason: str, *, left: bool, process: str = "") -> list[MemberChange]:
-        """Remove an actor that is shutting down or no longer registered; only this `process` of it, if one is given."""
+        """Remove an actor that is shutting down or no longer registered. With `process`, remove only that process of it."""
         known = self._actors.get(actor)
         if known is None or process not in ("", known.member.process):
             return []
