@@ -1,5 +1,5 @@
-"""The process of rank 0: load the model, open the streams, the reporting outputs and the gRPC server, then execute the run. The
-HTTP server starts before all of them, so that it answers probes while the model loads."""
+"""The process of rank 0: load the model, open the streams and reporting outputs, start the gRPC server, and execute the run.
+The HTTP server starts first, so that it answers probes while the model loads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def serve(
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
         board = PageBoard() if settings.page else None
-        if board is not None:  # before the server starts, because a browser with an open page asks at once
+        if board is not None:  # before the server starts, because an open page sends requests at once
             add_page(app, board)
         host, names = settings.http_host, page_hosts(settings)
         http_port = await stack.enter_async_context(serve_http(guarded(app, settings), host, settings.http_port, names=names))
@@ -90,7 +90,7 @@ async def serve(
 async def log_writer(
     settings: TrainerSettings, recipe: Recipe, sender: WeightSender, bus: Bus
 ) -> AsyncIterator[LogWriter | None]:
-    """Yield a writer of the weight log; None if the recipe has no log. Raises `FieldError` if the log is too large for NATS."""
+    """Yield a writer of the weight log; None if the recipe has no log. Raises the `FieldError` of `check_log_size`."""
     weights = recipe.weights
     if not weights.log_place:
         yield None
@@ -104,7 +104,7 @@ async def log_writer(
 
 
 def check_log_size(max_gib: float, weights_bytes: int) -> None:
-    """Raise `FieldError` if a weight log of at most `max_gib` in NATS cannot hold the anchors that it keeps. Pure."""
+    """Raise `FieldError` if `max_gib` cannot hold the anchors that a weight log keeps, `weights_bytes` each. Pure."""
     if max_gib * 1024**3 < (least := (CHAINS_KEPT + 1) * weights_bytes):
         why = f"is too small for the {CHAINS_KEPT + 1} anchors (whole versions) that the weight log keeps"
         fix = f"raise it above {least / 1024**3:.3g} (in the chart: nats.weightsMaxGib), or set another weights.log"

@@ -1,4 +1,4 @@
-"""Start the trainer's ranks on this node under torchrun's elastic agent, and end when they have ended. If a rank dies, the
+"""Start the trainer's ranks on this node under torchrun's elastic agent, and wait for them to end. If a rank dies, the
 agent stops the other ranks of this node with SIGTERM. Ranks of other nodes fail at their next communication."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RENDEZVOUS_TIMEOUT_S = 900
 
 
 def launch_ranks() -> int | None:
-    """Run this node's ranks to their end, and return the exit code. Return None for a single rank, which needs no agent."""
+    """Run this node's ranks until they end, and return the exit code. Return None for a single rank, which needs no agent."""
     codes: list[int | None] = []
 
     def launch() -> None:

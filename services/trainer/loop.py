@@ -1,7 +1,7 @@
 """The optimizer loop: take batches from `Intake`, compute steps, send versions through `WeightUpdater`, evaluate and record.
 
 Before a version is offered, all remaining actors must serve the previous one. While an evaluation or probe measures a version,
-actors only stage the next one, and later ones are skipped. Except in conventional mode, the next batch is computed while a
+actors only stage the next one, and those after it are skipped. Except in conventional mode, the next batch is computed while a
 version is sent. A single compute thread makes all calls to the model. With `actor.colocate`, the steps of a phase begin when
 the engine sleeps; the engine wakes up for the version after these steps.
 
@@ -430,7 +430,7 @@ class OptimizerLoop:
         record["step_s"] = {"total": time.monotonic() - began_at, **seconds}
         # No step is computed while the snapshot is made, or while the loop waits for actors to serve a version.
         record["idle_s"] = seconds.get("snapshot", 0.0) + seconds.get("send", 0.0)
-        self.journal.flush()  # readers of the record may audit the step
+        self.journal.flush()  # before the record, because its readers may audit the step
         self._recorder.step(record, batch, self._intake.tokens_arrived)
 
     async def _in_compute(self, call: Callable[..., Any], *arguments: object) -> Any:

@@ -116,7 +116,7 @@ class PolicyTrainer:
         torch.cuda.empty_cache()
 
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
-        """Copy the training state and the export of the current weights, which must be of `version`, on all ranks.
+        """Copy the training state on all ranks, and to rank 0 the weights to export. All must be of `version`.
 
         Return a function that writes the export into an existing folder, and the state into `resume/state` below it. Call it at
         most once, on another thread, before the next checkpoint begins. It makes the state durable; the caller must sync the
@@ -141,7 +141,7 @@ class PolicyTrainer:
 def load_policy_trainer(
     recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
 ) -> PolicyTrainer:
-    """Rank 0: load model, tokenizer, and the state of `start`'s checkpoint. Raises `FieldError` and the errors of `restore`."""
+    """Rank 0: load the model, the tokenizer and the checkpoint's state. Raises `FieldError` and the errors of `restore`."""
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
@@ -180,8 +180,8 @@ def weight_sender(
 
 
 def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
-    """Return whether a single rank's GPU can keep the snapshots. Adapters always fit. Whole weights must fit beside the
-    training state. They never stay on a GPU shared with an actor (torch may then use only a fraction of the memory)."""
+    """Return whether a single rank's GPU can keep the snapshots. Adapters always fit. Whole weights must fit in addition to
+    the training state. They never stay on a GPU shared with an actor, where torch may use only a fraction of the memory."""
     if sends_adapters(recipe) or torch.cuda.get_per_process_memory_fraction(policy.device) < 1:
         return sends_adapters(recipe)
     model = Model.of(recipe, sum(parameter.numel() for parameter in policy.parameters()))

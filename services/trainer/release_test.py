@@ -1,4 +1,4 @@
-"""`python -m services.trainer.release_test`: test an installed release from the trainer's point of view, as `helm test` does.
+"""`python -m services.trainer.release_test`: test an installed release from the trainer's point of view. `helm test` runs it.
 
 The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount. It changes nothing.
 """
@@ -98,7 +98,7 @@ async def check_verifier(address: str, tls_dir: Path | None) -> str:
 
 
 async def check_rights(settings: TrainerSettings) -> str:
-    """Ask the API server about each permission of the trainer's ServiceAccount. Only the listing of pods is tried out."""
+    """Ask the API server about each permission of the trainer's ServiceAccount. Only the permission to list pods is used."""
     kube = in_cluster(settings)
     if kube is None:
         return "kubernetesApi.enabled is false: no permissions are needed"

@@ -1,7 +1,7 @@
 """`python -m services.trainer.replay`: compute recorded optimizer steps again, and compare the digests of the weights.
 
 `pipelinerl replay` starts this in the trainer's environment, with the run's number of threads. The steps go through the same
-code as in the run: `PolicyTrainer.prepare` and `step`. With overrides, the same data get another loss, mask or optimizer.
+code as in the run: `PolicyTrainer.prepare` and `step`. Overrides change the loss, mask or optimizer for the same data.
 `pipelinerl rollback` starts it to write a checkpoint of a version that has none.
 """
 

@@ -29,7 +29,7 @@ FULL_SHARE = 0.5
 
 class StreamUpkeep:
     """Purges messages from SEQUENCES that no kept checkpoint needs, and fails the missing samples of lost groups. If SEQUENCES
-    is more than half full, a new checkpoint is written first, and messages that only older checkpoints need are purged, too."""
+    is more than half full, it first writes a checkpoint, then purges all messages that the newest checkpoint does not need."""
 
     def __init__(
         self, bus: Bus, tracker: SequenceTracker, intake: Intake, recorder: Recorder, checkpoints: Checkpointer

@@ -69,7 +69,7 @@ def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda o
     while (order := links.receive_order()).kind != END:
         if order.kind == SAVE:
             if writing is not None:
-                writing.result()  # rank 0 has already finished the previous checkpoint
+                writing.result()  # returns soon: rank 0 has finished the previous checkpoint
             saver.stage()
             writing = saving.submit(saver.follow)
         else:
@@ -126,7 +126,7 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
         leave_ranks()
 
     async with AsyncExitStack() as stack:
-        if ranks.local_rank == 0:  # this rank answers for its node's pod
+        if ranks.local_rank == 0:  # this rank answers probes and scrapes of its pod
             watch = await stack.enter_async_context(watch_loop())
             app = health_app(readiness, registry, loop_watch=watch)
             serving = serve_http(app, settings.http_host, settings.http_port)

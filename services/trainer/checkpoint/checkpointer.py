@@ -1,7 +1,7 @@
 """Decide when to write checkpoints. Each one holds one policy version. Its folder appears only when it is complete.
 
 Tensors and other state are captured at the same moment between two steps. During the next steps, a separate thread writes one
-checkpoint at a time to a hidden folder, which is then renamed. A checkpoint that falls due meanwhile is written afterwards.
+checkpoint at a time to a hidden folder, which is then renamed. A checkpoint that falls due during a write begins afterwards.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def write_checkpoint(
 
 
 class Checkpointer:
-    """Writes checkpoints. `begin(version)` copies the tensors, `capture()` all other state. `written` runs after each write."""
+    """Writes checkpoints. `begin(version)` copies tensors; `capture()` copies other state. `written` runs after each write."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Checkpointer:
         self._run_dir, self._config, self._journal = run_dir, config, journal
         self._begin, self._capture, self._written = begin, capture, written
         self.positions = dict(start.positions)
-        """For the version of each kept checkpoint: position of the last message in SEQUENCES that it covers."""
+        """By version of a kept checkpoint: position of the last message in SEQUENCES that the checkpoint covers."""
         self.saved_at_s = start.saved_at_s
         """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
         self._began_version, self._began_s = start.version, time.monotonic()
@@ -98,7 +98,7 @@ class Checkpointer:
         self._boundary = asyncio.Lock()
         self._over = False
         self._interrupted = False
-        """True if a step was cancelled or failed. The weights may then be ahead of the tracker."""
+        """True if a step was cancelled or failed. The weights may then contain a step that the ledger lacks."""
 
     @property
     def _busy(self) -> bool:
@@ -119,7 +119,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Context for computing and recording a step. No checkpoint begins meanwhile. After the last, it waits forever."""
+        """Context for computing and recording a step. No checkpoint begins in it. After `write(last=True)`, it never begins."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # waits until the process ends
@@ -131,7 +131,7 @@ class Checkpointer:
 
     async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
         """Write a checkpoint now, or after the running step, and return when it is on disk. `anew`: write this version again,
-        for newer sequences. `last`: let no further step begin. Raises `ServiceError` if writing fails or the run has ended."""
+        with newer sequences. `last`: let no further step begin. Raises `ServiceError` if writing fails or the run has ended."""
         while True:
             async with self._boundary:
                 if self._interrupted:
@@ -169,7 +169,7 @@ class Checkpointer:
     async def _finish(self, job: Future[WrittenCheckpoint], version: int) -> WrittenCheckpoint:
         try:
             written = await asyncio.wrap_future(job)
-        except Exception as error:  # from the disk, torch, or another rank: in any case the run goes on
+        except Exception as error:  # an error of the disk, torch or another rank; the run continues
             raise ServiceError(
                 f"the checkpoint of version {version} could not be written: {str(error) or repr(error)}"
             ) from error
@@ -195,7 +195,7 @@ _KEPT = ("_weight_conversions", "peft_config")
 
 class PolicyExport:
     """Exports a policy in `dtype` as a Hugging Face folder. Training waits during `stage`, and continues during `write`.
-    `form` is the model without tensors (on the meta device), enough for transformers to write it. So the writing thread uses
+    `form` is the model without tensors (on the meta device); transformers writes files with it. So the writing thread uses
     nothing that a step changes. `stage` overwrites the tensors of the previous call, which must already be written."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
@@ -226,7 +226,7 @@ class PolicyExport:
             torch.cuda.current_stream(device).synchronize()
 
     def write(self, folder: Path, info: Mapping[str, Any]) -> None:
-        """Write model, tokenizer and `info` (pipelinerl.json) into the existing `folder`. Any thread may call this."""
+        """Write the model, the tokenizer and `info` (pipelinerl.json) into the existing `folder`. Any thread may call this."""
         self.form.save_pretrained(folder, state_dict=self.staged[WEIGHTS], safe_serialization=True)
         if self._generation is not None:  # `save_pretrained` would refuse the settings of some public models
             self._generation.to_json_file(folder / "generation_config.json")

@@ -1,7 +1,7 @@
 """Resume state: the part of a checkpoint that is not tensors, and `lineage.json`.
 
 `lineage.json` records the version at each start of this run's trainer, the latest recipe, and when training began. A trainer
-writes the file before it serves anything, so no two trainers of a run use the same incarnation number. A checkpoint has
+writes it before it publishes anything, so no two trainers of a run use the same incarnation number. A checkpoint has
 `run.json`, and `sequences.pb`: received sequences without outcome, as length-delimited protobuf messages.
 """
 
@@ -88,8 +88,8 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
 
 
 def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
-    """Return the run's `GroupTokens` from group-key.json. If there is no such file, create it with a new key: groups below
-    number `reserved` then need no token, as they may be in progress. Raises `UserError` if the file is malformed."""
+    """Return the run's `GroupTokens` from group-key.json. If there is no such file, create it with a new key. Groups below
+    number `reserved`, which were issued without this key, then need no token. Raises `UserError` if the file is malformed."""
     path = run_dir / "group-key.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -190,7 +190,7 @@ def _held_from_json(content: Mapping[str, Any], sequences: Mapping[str, Sequence
 
 
 def journaled_state(run_dir: Path, run: str, version: int, recipe: Recipe) -> RunState:
-    """Reconstruct the state right after the step that made `version` from the journal and metrics.jsonl. The state holds no
+    """From the journal and metrics.jsonl, reconstruct the state right after the step that made `version`. The state holds no
     sequences, so those in flight will be generated again. Raises `FieldError` if the journal ends before the step does, and
     `LedgerViolation` if the journal contradicts itself."""
     tracker, sizes, kept = SequenceTracker(), dict[str, int](), set[str]()
@@ -248,11 +248,11 @@ class Start:
     """Folder `…/resume` of the checkpoint to resume from."""
     state: RunState | None = None
     positions: Mapping[int, int] = field(default_factory=dict)
-    """For the version of each checkpoint, oldest first: position of the last message in SEQUENCES that it covers."""
+    """By version, oldest first: position of the last message in SEQUENCES that the checkpoint of this version covers."""
     saved_at_s: float | None = None
     """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
     changes: tuple[str, ...] = ()
-    """Recipe fields that changed since that checkpoint or, without a checkpoint, since the last start, with both values."""
+    """Recipe fields that changed since that checkpoint (without one, since the last start), with old and new value."""
 
     @property
     def version(self) -> int:
@@ -290,7 +290,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
 
 
 def evaluates_first(start: Start, recipe: Recipe) -> bool:
-    """Return whether the version of `start` is due for an evaluation whose result the checkpoint lacks. Pure."""
+    """Return whether to evaluate the version of `start`: an evaluation is due, and the checkpoint lacks its result. Pure."""
     every, version = recipe.evaluation.every_steps, start.version
     known = start.state.figures["report"]["totals"]["heldout"] if start.state else []
     due = version in (0, recipe.trainer.steps) or (every > 0 and version % every == 0)

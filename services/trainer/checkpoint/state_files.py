@@ -89,8 +89,8 @@ def plain_part(tensor: Tensor) -> Tensor:
 def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
     """Write the staged tensors of all ranks, and sync them to disk. All ranks must call this, on any of their threads. `group`:
     process group of all ranks; None for one rank. Raises `ServiceError` on all ranks if one of them cannot write."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single process is meant
-    # Nothing is copied ahead, because torch would use this thread's current GPU, which is the first one on every rank.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # intended for a single rank
+    # Nothing is copied ahead, because torch would do that on this thread's current GPU, which is GPU 0 on every rank.
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
@@ -141,7 +141,7 @@ def _host_memory(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
 def restore(learner: Learner, folder: Path) -> None:
     """Load the state in `folder`, which any number of ranks may have written. A rank without a saved random state keeps its
     own. Raises `FieldError` if the folder has no state of this model, and `ServiceError` if it cannot be read."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single process is meant
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # intended: each rank reads by itself
     mesh = learner.world.host_mesh
     state = {
         name: _host_memory(tensor, mesh) if is_quantized(tensor) else tensor for name, tensor in learner_state(learner).items()
@@ -181,7 +181,7 @@ def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple
         if name not in saved:
             raise FieldError(FIELD, str(folder), f"has no {name}, which the recipe's model has: use a checkpoint of this model")
         if saved[name] != shape:
-            fix = f"has {name} of shape {list(saved[name])} instead of the recipe's {list(shape)}: use a checkpoint of it"
+            fix = f"has {name} of shape {list(saved[name])}, not the recipe's {list(shape)}: use a checkpoint of this model"
             raise FieldError(FIELD, str(folder), fix)
     for name in saved:
         if name not in wanted and not name.startswith(f"{RNG}/"):
@@ -203,7 +203,7 @@ class StateSaver:
         self._free.set()
 
     def stage(self) -> None:
-        """Copy the state of all ranks into host memory, and drop a state that was only staged. No write may be running."""
+        """Copy the state of all ranks into host memory. Drop a staged state that was never written. No write may be running."""
         self.abandon()
         assert self._free.is_set(), "the previous state is still being written from the same memory"
         self._learner.order(SAVE)
@@ -214,7 +214,7 @@ class StateSaver:
     def write(self, folder: Path) -> None:
         """Write the staged state, and block until it is durable on all ranks. Raises `ServiceError` if a rank cannot write."""
         begun = self._waiting.acquire(blocking=False)
-        assert begun, "a staged state is written once"
+        assert begun, "stage a state before each write"
         try:
             self._tell(Message(FOLDER, {"folder": str(folder)}))
             write_state(self.staged, folder, self._others.group if self._others is not None else None)
@@ -223,7 +223,7 @@ class StateSaver:
 
     def follow(self) -> None:
         """On ranks other than 0, write or drop the staged state when rank 0 decides. Do not call this on the compute thread."""
-        assert self._others is not None, "a rank that is alone follows none"
+        assert self._others is not None, "a single rank has no rank 0 to follow"
         try:
             told = self._others.receive_order()
             if told.kind == FOLDER:

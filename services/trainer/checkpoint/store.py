@@ -1,13 +1,13 @@
-"""Models in an object store: each checkpoint's model is uploaded to `checkpoint.upload`, and initial models are fetched.
+"""Models in an object store: the models of checkpoints are uploaded to `checkpoint.upload`, and initial models are fetched.
 
 A folder in the store has a `pipelinerl-manifest.json`, which first marks the model as incomplete. The files are written, read
 back and compared. Then the manifest gets the size and the SHA-256 of every file. The object `latest` beside the folders
-names the newest complete folder. A folder without a manifest comes from other tools and is not checked. Nothing is
-ever deleted. pyarrow accesses the stores, and finds credentials in the same places as each store's own tools.
+names the newest complete folder. A folder without a manifest comes from other tools and is not checked. Old models
+are not deleted. pyarrow accesses the stores, and finds credentials in the same places as each store's own tools.
 
 Training never waits for uploads. A newer checkpoint replaces a waiting one. The files are first linked into another folder,
-because the checkpoint may be removed meanwhile. A run's next trainer continues an unfinished upload. A thread makes each
-attempt, because a store may hang.
+because the checkpoint may be removed meanwhile. A restarted trainer uploads the newest checkpoint if it has not yet been
+uploaded. A thread makes each attempt, because a store may hang.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Digest: TypeAlias = tuple[int, str]
 def put_model(folder: Path, url: str, is_given_up: Callable[[], bool] = lambda: False) -> int:
     """Upload all files of `folder` to the folder `url`, verify them, point `latest` at `url`, and return the number of bytes. A
     model already at `url` counts as incomplete once the upload begins. Raises `ServiceError` if a stored file differs or
-    `is_given_up()`, and the store's `OSError`."""
+    `is_given_up()` is true, and the store's `OSError`."""
     store, root = open_files(_FIELD, url, url)
 
     def put(path: str, parts: Iterable[bytes]) -> Digest:
@@ -73,7 +73,7 @@ def put_model(folder: Path, url: str, is_given_up: Callable[[], bool] = lambda: 
     for name, sent in files.items():
         with store.open_input_stream(f"{root}/{name}") as stored:
             if (found := _copy(stored)) != sent:
-                raise ServiceError(f"{url}/{name} differs from the sent file: {found[0]} bytes, sent {sent[0]}")
+                raise ServiceError(f"{url}/{name} differs from the sent file (stored {found[0]} bytes, sent {sent[0]})")
     put_manifest(files)
     parent, _, name = root.rpartition("/")
     put(f"{parent}/{LATEST}", [name.encode()])
@@ -167,7 +167,7 @@ UPLOADED = "uploaded.json"
 """File in the run's folder with `{"version", "url", "at_s"}` of the last upload."""
 BACKOFF = Backoff(first_s=1.0, most_s=60.0, jitter=0.2)
 TRY_S = 4 * 3600
-"""Maximum seconds of one attempt. After that, the store counts as hanging."""
+"""Maximum seconds of one attempt. After that, the store is assumed to hang."""
 
 
 class Uploads:
@@ -177,9 +177,9 @@ class Uploads:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
         self._run_dir, self._aside, (self._tries, self._seconds) = run_dir, run_dir / "uploading", metrics
         self._waiting: tuple[int, Path] | None = None
-        """Version, and linked copy of the checkpoint. Its modification time says when the checkpoint was written."""
+        """Version and linked copy. The copy's modification time says when the checkpoint was written."""
         self._since_s = 0.0
-        """Unix time at which the waiting checkpoint, or the first one that it replaced in the queue, was written."""
+        """Unix time at which the waiting checkpoint was written; if it replaced others that waited, the time of the first."""
         self._trying: Path | None = None
         self.last: dict[str, Any] = {}
         """Content of `UPLOADED`; empty before the first upload."""
@@ -236,7 +236,7 @@ class Uploads:
             await retry_forever(self._try, "upload a checkpoint", retried=_is_stores, backoff=BACKOFF)
 
     async def _try(self) -> None:
-        assert self._waiting is not None, "one has arrived"
+        assert self._waiting is not None, "a checkpoint waits"
         tried, began_s = self._waiting, time.monotonic()
         version, self._trying = tried
         url = f"{self._root}/{self._trying.name}"

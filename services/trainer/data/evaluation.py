@@ -2,7 +2,7 @@
 
 The parity probe is a fixed token sequence that the actors and the trainer score with the same version. The largest difference
 of token log-probabilities is the run's `logprob_mismatch_max`. `parity_failures` counts answers that differ too much, that do
-not show the whole change made by training, or that cannot be compared. A stale KV cache does not affect the probe.
+not show the whole change made by training, or that cannot be compared. Actors score the probe without cached keys and values.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class HeldoutResult:
 
 
 class Evaluator:
-    """Evaluates a version through those actors of `updater` that serve it. As in training, these actors sample prompt groups
+    """Evaluates a version through the actors that serve it, which `updater` lists. As in training, they sample prompt groups
     and have the verifier score the sequences. `calls`: has the interface of `calls_to`."""
 
     def __init__(
@@ -132,7 +132,7 @@ class Evaluator:
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Evaluate `version`. The caller must hold back commits. Raises `ServiceError` if no problem gets a verdict in time."""
+        """Evaluate `version`. The caller must hold later commits. Raises `ServiceError` if no problem gets a timely verdict."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             return self._result(version, await self._answers(version, trace_of(span)))
 
@@ -171,7 +171,7 @@ class Evaluator:
         return done
 
     def _request(self, asked: Iterable[int], version: int) -> tuple[actor_pb2.GenerateRequest, dict[str, int]]:
-        """Return a request for the first `asked` answers, as many as fit into one call, and their numbers by group id."""
+        """Return a request for as many of the `asked` answers as fit into one call, and their numbers by group id."""
         request, numbers, num_bytes = actor_pb2.GenerateRequest(), dict[str, int](), 0
         for number in asked:
             group = self._group(number, version)
@@ -203,7 +203,7 @@ class Evaluator:
         return found
 
     def _is_of(self, version: int, answer: Sequence) -> bool:
-        """Return whether to accept an answer: it failed, or `version` sampled all of it. Others are requested again."""
+        """Return whether to accept an answer: yes if it failed or `version` sampled all of it. Others are requested again."""
         if answer.failure:
             log.warning("held-out problem %s failed: %s", answer.group_id, answer.failure)
             return True

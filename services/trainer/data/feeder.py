@@ -1,8 +1,8 @@
 """Issue as many prompt groups as the staleness bound and the freshness limit allow, and tokenise problems into prompts.
 
 The limits are checked after a new version, a lost group, the arrival of a sequence, or the start of an optimizer step. A group
-enters the tracker before it is published, so no unknown sequence can arrive. Its number is reserved on disk even earlier, so a
-restarted trainer knows which groups may have been published. Completions arrive as token ids.
+enters the ledger before it is published, so no unknown sequence can arrive. Its number is reserved on disk even earlier, so a
+restarted trainer knows which groups may have been published.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 
 async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], set[str]]:
-    """Return (start, prompts, arrived), which describe what an earlier incarnation left on the streams. Read the log after
-    position `start`. `prompts`: the newest position of each group on PROMPTS. `arrived`: groups with a sequence after `start`.
+    """Return (start, prompts, arrived), which describe what an earlier incarnation left on the streams. `start`: position after
+    which to read the log. `prompts`: newest position of each group on PROMPTS. `arrived`: groups with a sequence after `start`.
 
     `position`: last message of SEQUENCES that the checkpoint covers. PROMPTS is read first, because an actor stores a group's
     sequences before it acknowledges the group. A group that has left PROMPTS is thus already in the log.
@@ -164,10 +164,10 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Take over the groups of an earlier incarnation, and return how many were published again. Call this before reading
-        the log. `prompts`, `arrived`: groups on the streams (`scan_in_flight`). Open all groups up to the last one on the
-        streams whose number is below `reserved`; `run` opens later ones. An open group that is on no stream is published again,
-        with a message id that ends with `name`."""
+        """Take over the groups of an earlier incarnation, which reserved all numbers below `reserved`. Return how many were
+        published again. Call this before reading the log. `prompts`, `arrived`: groups on the streams (`scan_in_flight`). Open
+        all groups up to the highest reserved number on the streams; `run` opens later ones. An open group that is on no stream
+        is published again, with a message id that ends with `name`."""
         named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
         last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)
         while self.next_group <= last:
@@ -272,7 +272,7 @@ def encode(recipe: Recipe, share: ProblemSet, index: int, problem: Problem, toke
     """Return a problem as a prompt group that still lacks run, id, seed and version. `index`: position in the task's split.
 
     The prompt is encoded in the task's style. An episode's prompt has no tokens, because the environment makes the prompt.
-    `max_tokens` is the task's limit, or the room that the prompt leaves in the context, if less. Length penalties use the same
+    `max_tokens` is the task's limit or, if less, the room that the prompt leaves in the context. Length penalties use the same
     limit, so they also work after a long prompt. Raises `FieldError` if a chat template is needed and the tokenizer has none.
     """
     config, sampling = share.task, recipe.sampling

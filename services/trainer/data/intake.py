@@ -2,7 +2,7 @@
 
 `Intake.run` reads the log, checks every sequence and produces ready groups. `take_batch` drops sequences that are too old for
 the requested version, and waits until a batch is full. The feeder replaces lost groups. After too many consecutive lost groups,
-the run ends with an error. Stale groups are not counted here, because newer versions sample fresh groups.
+the run ends with an error. Stale groups do not count towards this, because newer versions sample fresh groups.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
 """Default of `trainer.give_up_after_groups`: as many as `STEPS_IN_A_ROW` steps need, but at least `FEWEST_IN_A_ROW`."""
 MOST_IN_VAIN = 16
-"""The run ends if the first rewards of a task all time out: this number, plus `sampling.group_size`."""
+"""The run ends if a task's first `MOST_IN_VAIN + sampling.group_size` rewards all time out."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",
@@ -70,7 +70,7 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
 
 @dataclass(frozen=True)
 class HeldSequences:
-    """All sequences that have arrived but have no outcome yet, by stage. The sequences are never modified."""
+    """All sequences that have arrived but have no outcome yet, by stage. Nothing modifies them, so they need no copy."""
 
     taken: tuple[TrainingGroup, ...] = ()
     """Groups for the next step, or in conventional mode for the current phase."""
@@ -105,7 +105,7 @@ class Intake:
         self._phase: list[TrainingGroup] = []
         self._handed_out: list[TrainingGroup] = []  # the last batch
         self.position = 0
-        """Position of the last message read. After a restart, reading continues after it."""
+        """Position of the last message read. A checkpoint stores it, and a restarted trainer reads on from there."""
         self._lost_in_a_row = 0
         self._lost_reasons: Counter[str] = Counter()
         self.tokens_arrived = 0
@@ -113,7 +113,7 @@ class Intake:
         """Tokens that arrived since this trainer started. `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """The first message for each short reason for which a sequence failed."""
+        """By short failure reason: the first message of a failed sequence."""
         # For each task without a judge, the number of reward timeouts before its first reward.
         self._in_vain = {name: 0 for name, share in recipe.mixture.items() if share.reward.judge is None}
         self.quarantine = Quarantine(recipe.weights.verify_logprobs)
@@ -282,7 +282,7 @@ class Intake:
                 return None
         rewards = [sequence.reward for sequence in sequences]
         advantages = groups.group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
-        if sequences[0].task in self._masked:  # a truncated sequence is in the baseline, but gets no gradient
+        if sequences[0].task in self._masked:  # a truncated sequence counts in the baseline, but gets no gradient
             advantages[[sequence.finish_reason is FinishReason.LENGTH for sequence in sequences]] = 0.0
         kept = []
         for index, sequence in enumerate(sequences):

@@ -36,7 +36,7 @@ _OF_SEQUENCE = (
     *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "actor", "reward", "generation_s"),
     *("prompt_text", "completion_text", "reference_json", "answer", "reason"),
 )
-"""Columns that hold the sequence's field of the same name, with one value in all rows of the sequence."""
+"""Columns named like the field of `Sequence` that they hold. All rows of a sequence have the same value."""
 
 
 def recorded_file(run_dir: Path, step: int) -> Path:
@@ -51,7 +51,7 @@ def recorded_steps(run_dir: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The groups of the step that turned policy version `step` - 1 into `step`. `about`: recipe and software of that time."""
+    """The groups of the step that turned policy version `step` - 1 into `step`. `about`: result of `software` for the step."""
 
     step: int
     groups: list[TrainingGroup]

@@ -48,7 +48,7 @@ class Slots:
     """Slots in which attention processes the T tokens of a packed row: one for each token of each sequence, and padding."""
 
     sources: Tensor
-    """int64[slots]: index in the row of the token in each slot; 0 for padding."""
+    """int64[slots]: each slot's token, as its index in the row; 0 for padding."""
     first: Tensor
     """int64[T]: for each token, one of its slots."""
     by_token: Tensor
@@ -134,7 +134,7 @@ class PackedLayout:
     """int32[sequences + 1]: cumulative lengths. The last is T, or more if sequences share tokens."""
     longest: int
     places: NDArray[np.int64] | None = None
-    """[sum of lengths]: position in the row of each token, sequence after sequence. None if no tokens are shared."""
+    """[sum of lengths]: each token's position in the row, sequence after sequence. None if no tokens are shared."""
     part: RowPart | None = None
     """Set if ranks share the row: each rank attends to all tokens with a part of the heads."""
 

@@ -68,7 +68,7 @@ class HostMicroBatch:
     lengths: NDArray[np.int64]
     """[S]: number of tokens of each branch in the row, including its prompt."""
     places: NDArray[np.int64]
-    """[sum of lengths]: position in the row of each token, branch after branch; 0 .. T - 1 if no prompt is shared."""
+    """[sum of lengths]: each token's position in the row, branch after branch; 0 .. T - 1 if no prompt is shared."""
     predictors: NDArray[np.int64]
     """[C]: position in the row whose output predicts the token. Ascending if no prompt is shared."""
     targets: NDArray[np.int64]
@@ -86,7 +86,7 @@ class HostMicroBatch:
     actors: NDArray[np.int64]
     """[S]: number of the actor that sampled the branch (`PreparedStep.actors`)."""
     reported: NDArray[np.int64]
-    """[S]: number of the branch if rank 0 needs the log weights of its tokens, else -1."""
+    """[S]: position of the branch in the step if rank 0 needs the log weights of its tokens, else -1."""
     num_branches: int
     pad_multiple: int
     """The model gets a row that is padded to a multiple of this number of tokens."""
@@ -103,7 +103,7 @@ class HostMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Inputs of model and loss on the model's device, with the shapes of `HostMicroBatch`. C may be 0."""
+    """Inputs of the model and the loss on the model's device, with the shapes of `HostMicroBatch`. C may be 0."""
 
     row: TokenRow
     predictors: Tensor
@@ -154,9 +154,9 @@ def host_microbatch(
     actors: NDArray[np.int64] | None = None,
     reported: NDArray[np.int64] | None = None,
 ) -> HostMicroBatch:
-    """Pack `branches` into a row, in `row_order`. Arrays have one entry per branch. `version`: policy version of the gradient.
-    `share_prompts`: put a prompt that several branches have into the row once. `branches` may be empty, because a rank may run
-    out of them before the others; the row is then only padding."""
+    """Pack `branches` into a row, in `row_order`. The given arrays have one entry per branch. `version`: policy version of the
+    gradient. `share_prompts`: put a prompt of several branches into the row only once. `branches` may be empty, because a rank
+    may run out of them before the others; the row is then only padding."""
     given = list(branches)
     order = row_order(given)
     members = [given[index] for index in order]

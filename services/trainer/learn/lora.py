@@ -1,7 +1,7 @@
 """Insert, find and disable peft's low-rank adapters in a model, and yield the weights in the form that actors load.
 
-Adapters have the model's dtype, with float32 masters in the optimizer; if sharded, they are float32. Actors load whole weights
-with adapters merged in, or A and B of each adapter. Shards are gathered one parameter at a time, to save memory.
+Adapters have the model's dtype, with float32 masters in the optimizer. Sharded adapters are themselves float32. Actors load
+whole weights with adapters merged in, or A and B of each adapter. Shards are gathered one parameter at a time, to save memory.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def served_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> 
     for name, parameter, adapter in served_parameters(model):
         if adapter is None:
             yield name, whole(parameter, dtype)
-        else:  # `add_low_rank` rounds the factors to the weight's dtype
+        else:  # gather the factors in the weight's dtype, to which `add_low_rank` rounds them
             a, b = (whole(factor, parameter.dtype) for factor in (adapter.a, adapter.b))
             yield name, add_low_rank(whole(parameter), a, b, adapter.scaling, adapter.transposed)
 

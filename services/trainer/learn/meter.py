@@ -39,7 +39,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def cost_model_of(model: PreTrainedModel) -> CostModel:
     """Return a training step's cost / `TRAINING_PASSES`, as a function of sequence lengths. Frozen weights get no gradients, so
     their products take two passes instead of three. Matrices are counted in the model itself, so any architecture works. Of a
-    mixture's experts, as many count as a token visits."""
+    mixture's experts, only those that a token visits count."""
     text: Any = model.config.get_text_config()
     decoder, head = model.get_decoder(), model.get_output_embeddings().weight
     uncounted = {id(module.weight) for module in decoder.modules() if isinstance(module, torch.nn.Embedding)} | {id(head)}
@@ -79,7 +79,7 @@ def take_memory_peak(device: torch.device) -> int:
     """Return peak memory in bytes: on a GPU, of tensors since the last call; on a CPU, of the process since its start."""
     if device.type != "cuda":
         status = dict(line.split(":", 1) for line in PROCESS_STATUS.read_text(errors="replace").splitlines())
-        # Some container runtimes leave VmHWM out. `getrusage` may return the parent's peak.
+        # Some container runtimes leave out VmHWM. Only then use `getrusage`, which may return the parent's peak.
         kib = status.get("VmHWM", "").split() or [str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)]
         return int(kib[0]) * 1024
     peak = torch.cuda.max_memory_allocated(device)
@@ -135,10 +135,10 @@ class PhaseTimer:
 
 SAMPLED_WEIGHTS, LAG_0_TOKENS = "sampled_weights", "lag_0_tokens"
 """Keys of a step's figures that are not in metrics.jsonl. The first has importance weights of `sampled_sequences` by id. The
-second has, for each actor, [its tokens of lag 0, those of them with |log π − log μ| above the bound]."""
+second has two numbers for each actor: its tokens of lag 0, and how many of these have |log π − log μ| above the bound."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
-"""Results of `bound_of`. The float32 bound is ten times the probe's tolerance. In 16 bits a single token may be much further
-off than the median, and even more so with quantised weights in the engine."""
+"""Results of `bound_of`. The float32 bound is ten times the probe's tolerance. In 16 bits, single tokens differ much more than
+the median token. Quantised weights in the engine make them differ even more."""
 
 
 def in_sixteen_bits(recipe: Recipe) -> bool:
@@ -189,12 +189,12 @@ class TokenStatistics:
     actors: NDArray[np.int64]
     """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many of them are above the bound or not finite."""
     reported: NDArray[np.float64]
-    """[R, 2]: number of the branch, and log weight, of each reported token."""
+    """[R, 2]: for each reported token, the position of its branch in the step, and its log weight."""
 
 
 def token_statistics(values: NDArray[np.float32], batches: tuple[HostMicroBatch, ...], bound: float) -> TokenStatistics:
-    """Reduce the per-token values [4, C] or [5, C] that `Learner.compute` describes. `bound`: largest |log weight| of a token
-    of lag 0 at which actor and trainer agree."""
+    """Return statistics of the per-token values [4, C] or [5, C] that `Learner.compute` describes. `bound`: largest |log
+    weight| of a token of lag 0 at which actor and trainer agree."""
     of_tokens = [(one.lags, one.advantages, one.actors[one.branch_index], one.reported[one.branch_index]) for one in batches]
     lags, returns, actors, branches = map(np.concatenate, zip(*of_tokens, strict=True))
     by_lag = np.bincount(lags)

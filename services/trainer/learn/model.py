@@ -93,7 +93,7 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
     model.eval()  # in training mode, some models also add noise to their routers
     for module in model.modules():
         _disable_dropout(module)
-        module.training = getattr(module, "gradient_checkpointing", False)  # else it would not recompute activations
+        module.training = getattr(module, "gradient_checkpointing", False)  # recomputing activations needs training mode
 
 
 def frozen_copy(policy: Policy) -> Policy:
@@ -101,7 +101,7 @@ def frozen_copy(policy: Policy) -> Policy:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder layers in order of depth: those that transformers marks, or the longest `ModuleList`, or none."""
+    """Return the decoder layers in order of depth: those that transformers marks, else the longest `ModuleList`, else none."""
     modules = list(model.modules())
     marked: list[torch.nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     lists = [list(module) for module in modules if isinstance(module, torch.nn.ModuleList)]

@@ -114,7 +114,7 @@ class PolicyOptimizer:
     def __init__(self, parameters: Iterable[nn.Parameter], config: TrainerConfig, value_head: nn.Module | None = None) -> None:
         self.config = config
         self.steps_taken = 0
-        """Skipped steps do not count and do not advance the schedule."""
+        """Number of steps that changed weights. Only these advance the learning-rate schedule."""
         policy = [parameter for parameter in parameters if parameter.requires_grad]
         head = [] if value_head is None else list(value_head.parameters())
         self._live = [*policy, *head]

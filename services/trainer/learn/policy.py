@@ -88,8 +88,8 @@ class Policy(nn.Module):
     def scores(
         self, row: TokenRow, predictors: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False
     ) -> TokenScores:
-        """Return scores of `targets` (int64[C]), each predicted at the row position in `predictors` (int64[C], ascending).
-        Ranks that share a row must call this together."""
+        """Return scores of `targets` (int64[C]), each predicted at the row position in `predictors` (int64[C]). Ranks that
+        share a row must call this together, with ascending `predictors`."""
         if self.part is None:
             scores: TokenScores = self(row, predictors, targets, temperature, entropy_grad)
             return scores

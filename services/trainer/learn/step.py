@@ -43,7 +43,7 @@ from services.trainer.world import ADAPTER, END, SCORE, WEIGHTS, Message, RankLa
 TRAIN, BATCHES, USE = "train", "batches", "use"
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have equally many."""
+"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have the same number."""
 
 
 def batch_message(version: int, share: Share) -> Message:
@@ -74,7 +74,7 @@ class PreparedStep:
     phases_s: Mapping[str, float]
     """Seconds in `plan` and `build`, which run during the previous step."""
     sampled: Mapping[str, list[int]]
-    """Numbers of the branches of `meter.sampled_sequences`, by sequence id."""
+    """Positions of the branches of `meter.sampled_sequences` in the step, by sequence id."""
     actors: tuple[str, ...]
     """Names of the actors that sampled the sequences. `HostMicroBatch.actors` has indices into it."""
 
@@ -161,7 +161,7 @@ class Learner:
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
         """Return a plan, and how many slots at its start need no backward pass. A slot is one micro-batch per rank. `silent`:
-        branches without a gradient. They get separate slots, unless all are silent, or several ranks would then need more."""
+        branches without a gradient. They get separate slots, unless all are silent or several ranks would need more slots."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
@@ -189,7 +189,7 @@ class Learner:
                 self.world.batches.broadcast(Message(END))
 
     def use(self, trainer: TrainerConfig) -> None:
-        """Take further steps, on all ranks, with the learning rates, schedule, gradient bound and packing of `trainer`."""
+        """Use the learning rates, schedule, gradient bound and packing of `trainer` in later steps, on all ranks."""
         if trainer != self.trainer and self.world.is_first and self.world.links is not None:
             self.world.links.broadcast(Message(USE, {"trainer": trainer.model_dump(mode="json")}))
         self.trainer = trainer
@@ -243,9 +243,9 @@ class Learner:
     def compute(self, share: Share) -> tuple[meter.TokenStatistics, NDArray[np.float64], dict[str, Any]]:
         """Compute this rank's `share` of one optimizer step. Return statistics, totals and figures.
 
-        The statistics summarise four values of each sampled token in the share: log weight, clipped, masked and entropy. A
-        learned baseline is the fifth. Totals [4] are of the whole step: loss, KL to the reference, value loss, sum of the
-        weights. Figures are those of `PolicyOptimizer.step`, and this rank's `memory_peak_gib` and `compute_s`.
+        The statistics summarise four values of each sampled token in the share: log weight, clipped, masked and entropy. With a
+        learned baseline, its value is the fifth. Totals [4] cover the whole step: loss, KL to the reference, value loss, sum of
+        the weights. Figures are those of `PolicyOptimizer.step`, and this rank's `memory_peak_gib` and `compute_s`.
         """
         values, terms = [], []
         for host_batch in share:

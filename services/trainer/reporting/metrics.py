@@ -41,7 +41,7 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """Return a counter of rank 0's orders. The first rank of each node without rank 0 exports it for its pod."""
+    """Return a counter of rank 0's orders. On every node except rank 0's, the node's first rank exports it."""
     return MetricSet(PREFIX, registry).counter(
         "rank_orders_total", "Orders from rank 0 that the first rank of another node executed.", {"kind": ORDERS}, unit="orders"
     )
@@ -160,7 +160,7 @@ class MembershipMetrics:
         self._transfer = metrics.histogram("weight_update_transfer_seconds", text, SECONDS)
         text = "Time from the offer of a version until the last member serves it."
         self._round_trip = metrics.histogram("weight_update_round_trip_seconds", text, SECONDS)
-        self._bytes = metrics.counter("weight_update_bytes_total", "Bytes sent for versions that all members then served.")
+        self._bytes = metrics.counter("weight_update_bytes_total", "Bytes sent for versions that all members came to serve.")
 
     def served(self, update: UpdateRecord) -> None:
         self._transfer.observe(update.transfer_s)
@@ -249,7 +249,7 @@ STATE_METRICS = (
                 {"state": MEMBER_STATES}),
     StateMetric("regroups_total", "How often the transfer group of all members was formed again.",
                 lambda run: run.updater.regroups, "groups of members"),
-    StateMetric("weight_updates_total", "Weight updates: versions that all members then served, and aborted transfers.",
+    StateMetric("weight_updates_total", "Weight updates: versions that all members came to serve, and aborted transfers.",
                 lambda run: run.updater.updates, "updates", {"outcome": ("served", "aborted")}),
     StateMetric("epoch", "Number of the current epoch. It changes with the members of the transfer group.",
                 lambda run: run.updater.epoch, "epoch"),

@@ -177,8 +177,8 @@ def add_page(app: FastAPI, board: PageBoard) -> None:
 
 
 def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
-    """Restrict `app` to clients that know the key, if there is one, and that use one of the trainer's host names. On a loopback
-    interface, `serve_http` checks the names instead."""
+    """Restrict `app` to clients that know the key, if there is one. With a page, they must also use one of the trainer's host
+    names. On a loopback interface, `serve_http` checks the names instead."""
     if settings.page_key is not None:
         app = behind_key(app, settings.page_key.read_bytes())
     if not settings.page or is_loopback(settings.http_host):

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 PAGE_STATE_EVERY_S = 1.0
 MOST_SPREADS = 24
 SAMPLES_READ = 256
-"""Number of first samples, and also of last samples, that a resumed run reads for the page."""
+"""For the page, a resumed run reads this many of the first samples, and as many of the last."""
 
 
 class Recorder:
@@ -354,7 +354,7 @@ class Recorder:
         self._warned.add(problem.field)
 
     def _sample(self, sample: Sample) -> None:
-        """Pass a sample to page, trackers and file. The file gets the tokens only at some steps, to stay small."""
+        """Pass a sample to the page, the trackers and the file. The file gets tokens only at some steps, to stay small."""
         due = has_tokens(sample["step"], self._recipe.trainer.steps)
         self._files.append(SAMPLES, sample if due else without_tokens(sample))
         self._tell_page(lambda board: board.sample(sample))

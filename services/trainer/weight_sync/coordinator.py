@@ -26,7 +26,7 @@ from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serv
 MOST_RESTARTS = 3
 """Maximum number of retries of one version with the same members. Then each member must succeed alone before it rejoins."""
 SLOW = 4.0
-"""A member is slow if it takes longer than this multiple of the members' median; a transfer, of recent transfers' median."""
+"""A member may take up to this multiple of the members' median time. `WeightUpdater.limit_s` applies it to transfers, too."""
 TRAINER = ""
 """`actor` of the trainer's own answers: `EpochJoined` when its end of the group is built, `Staged` when all bytes are sent."""
 
@@ -81,7 +81,7 @@ class MembersLeaving:
 
 @dataclass(frozen=True)
 class MemberReady:
-    """A process of an actor serves a version that it got on a side group. It may be in the next epoch."""
+    """A process of an actor serves a version that it got on a side group. It may join the next epoch."""
 
     actor: str
     process: str
@@ -96,7 +96,7 @@ class VersionReady:
 
 @dataclass(frozen=True)
 class ServedFromLog:
-    """An actor that reads the weight log serves this version. Without members, the version then counts as served."""
+    """An actor that reads the weight log serves this version. If the epoch has no members, the version counts as served."""
 
     version: int
 
@@ -147,7 +147,7 @@ class Evicted:
 
 @dataclass(frozen=True)
 class SetDeadline:
-    """A phase begins. Post `DeadlinePassed` after `due_s`."""
+    """A phase begins, or goes on because a commit is held. Post `DeadlinePassed` after `due_s`."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Coordinator:
         return min(due_s, max(deadline_s, SLOW * median(answers_s))) if all_but_slow else due_s
 
     def step(self, event: Event) -> list[Action]:
-        """Return the actions to perform, in order. Events of old epochs, of old versions or from non-members change nothing."""
+        """Return the actions to perform, in order. Answers of non-members, or about old epochs or versions, are ignored."""
         match event:
             case MemberUp(member):
                 return self._member_up(member)
@@ -354,7 +354,7 @@ class Coordinator:
         return [Announce(epoch=self.epoch, version=self.version), SetDeadline()]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
-        """Remove members. If the others still need bytes, or no member is left, abort and form a new group."""
+        """Remove members. Abort and form a new group if bytes are still to be sent, or if a commit loses its last member."""
         evicted: list[Action] = [Evicted(actor, self.epoch, reason, cause) for actor in sorted(actors)]
         for actor in sorted(actors):
             if self.present.get(actor) == self.members.get(actor):

@@ -1,8 +1,8 @@
 """The known state of each actor, and the choice of actors for side groups. Pure.
 
-A side group brings joining actors to the newest served version, beside the epoch of the others. Newcomers share one side group,
-so the trainer sends the version to them once. An actor that failed gets a separate side group. An actor joins the next epoch
-only after it serves the version. Until then it cannot delay the epoch's members.
+A side group brings joining actors to the newest served version, while the epoch of the others goes on. Newcomers share one side
+group, so the trainer sends the version to them once. An actor that failed gets a separate side group. An actor joins the next
+epoch only after it serves the version. Until then it cannot delay the epoch's members.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Roster:
         self._actors: dict[str, _Registered] = {}
         self._newest = -1
         self._behind: dict[str, _Registered] = {}
-        """Actors that do not serve the newest version, in order of arrival. A heartbeat examines only these."""
+        """Actors that do not serve the newest version, in order of arrival. Only these can need a side group."""
         self._ended: dict[str, tuple[Member, ...]] = {}
         """Pods that are ending or have ended, by uid, each with its members that may still be running."""
 
@@ -224,7 +224,7 @@ class LogReaders(Roster):
         return self.served([known.member], 0, version) if known is not None and version > known.version else []
 
     def leaves(self, actor: str, reason: str, *, left: bool, process: str = "") -> list[MemberChange]:
-        """Remove an actor that is shutting down or no longer registered; only this `process` of it, if one is given."""
+        """Remove an actor that is shutting down or no longer registered. With `process`, remove only that process of it."""
         known = self._actors.get(actor)
         if known is None or process not in ("", known.member.process):
             return []

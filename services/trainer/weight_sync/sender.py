@@ -267,11 +267,11 @@ class LogWriter:
             try:
                 await self._log.discard_old()
             except TransferError as error:
-                log.warning("old versions stay in the weight log, and are removed after the next one: %s", error)
+                log.warning("old versions stay in the weight log until the next version is written: %s", error)
 
     async def _write(self) -> Published:
         snapshot = self._newest
-        assert snapshot is not None, "one has arrived"
+        assert snapshot is not None, "a snapshot has arrived"
         self._arrived.clear()
         try:
             published = await self._log.add(snapshot.version, snapshot.stream, await asyncio.to_thread(snapshot.sha256))

@@ -43,12 +43,12 @@ MEETING_SHARE = 0.8
 """Share of the deadline within which all members of a group must connect. The error after this time names the missing members,
 and only these are evicted. The deadline itself would evict all members, so this share is below 1."""
 PATIENCE_S = 3.0
-"""Maximum seconds that a group waits for its next member after one has connected, if all have been in a group before. A dead
+"""Maximum seconds that a group waits for its next member after one has connected, if all were in a group before. A dead
 member is thus noticed long before its registration expires. A slow member is excluded, too, and returns on a side group."""
 GATHER_S = 5.0
-"""Maximum seconds to wait for further joining actors before a side group is opened; less if a transfer takes less."""
+"""Maximum seconds to wait for further joining actors before a side group is opened; less if the last transfer took less."""
 ASSUMED_BYTES_PER_S = 40e6
-"""Assumed transfer rate until one has been measured. The network may be slower by the factor `coordinator.SLOW`."""
+"""Assumed transfer rate until one has been measured. A network may be up to `coordinator.SLOW` times slower."""
 MOST_REASONS = 16
 """Maximum number of actors whose reason for not serving is kept."""
 
@@ -254,7 +254,7 @@ class WeightUpdater:
         self._sides: list[TransferSession] = []
         self._gathering = False
         self.starting: set[str] = set()
-        """Actors that report that they are loading, compiling or preparing for the manifest."""
+        """Actors whose registrations say that they are loading, compiling or preparing to receive weights."""
         self.transfers_s = deque([sender.manifest.total_bytes / ASSUMED_BYTES_PER_S], maxlen=5)
         """Seconds for sending all bytes, extrapolated from the newest transfers to the epoch. The first value is an
         assumption."""
@@ -460,7 +460,7 @@ class WeightUpdater:
             del self._reasons[next(iter(self._reasons))]
 
     def post(self, session: TransferSession | None, event: c.Event | None) -> None:
-        """Queue an event of `session`; if that is None, of the membership. `event` None: the wait for joiners is over."""
+        """Queue an event for `session`, or for the membership if that is None. `event` None: the wait for joiners is over."""
         self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:
@@ -477,7 +477,7 @@ class WeightUpdater:
                     await self._step_main(event)
                 elif session in self._sides:
                     await self._step_side(session, event)
-                await self._tend_sides()  # after all actions, because an evicted actor must first wait for some heartbeats
+                await self._tend_sides()  # after all actions, which make an evicted actor wait for some heartbeats
                 async with self._changed:
                     self._changed.notify_all()
 
