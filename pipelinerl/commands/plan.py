@@ -44,7 +44,7 @@ def plan(args: argparse.Namespace) -> int:
     if active is not None:
         model = replace(model, active_share=size_of(active, "--active-parameters") / parameters)
     if model.active_share > 1:
-        raise FieldError("--active-parameters", active, f"a token cannot use more than --parameters = {args.parameters}")
+        raise FieldError("--active-parameters", active, f"a token cannot use more than all {args.parameters} parameters")
     if args.kv_kib_per_token:
         model = replace(model, kv_bytes=args.kv_kib_per_token * 1024, kv_source="as given")
     lengths, source = lengths_of(args.lengths, recipe)

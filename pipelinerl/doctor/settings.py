@@ -1,4 +1,4 @@
-"""Rules about fields of a recipe that spoil any run, whatever its problems are: sampling, optimizer and loss. Pure.
+"""Rules about values of recipe fields that spoil a run on any task: sampling, optimizer and loss. Pure.
 
 They are applied before a run, and again to a run's records. If the run has learned, their findings become notes.
 """
@@ -17,7 +17,7 @@ from pipelinerl.rl.groups import CUTTING, groups_per_step
 _TOY = 2e7
 """Number of parameters below which a model needs a hundred times the learning rate of a language model."""
 _USUAL_PARAMETERS, _USUAL_WIDTH = 1e8, 4096
-"""Number of parameters if it is unknown: a small one makes rules accuse less. Width of the model, always assumed."""
+"""Assumed number of parameters if it is unknown; a small one makes rules report less. Assumed width of every model."""
 _ANY = (-math.inf, math.inf)
 
 
