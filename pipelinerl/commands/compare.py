@@ -50,7 +50,7 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 @dataclass(frozen=True)
 class ComparedRun:
     """A run, read from its folder. `fields`: the recipe's fields and other facts, by dotted name. `rows`: see `rows_of`.
-    `results`: texts by label. `accuracies`: [value, low, high] of the last evaluation, by label. `changes`: of the recipe."""
+    `results`: texts by label. `accuracies`: [value, low, high] of the last evaluation, by label. `changes`: recipe changes."""
 
     name: str
     fields: Record
@@ -69,7 +69,7 @@ def compare(args: argparse.Namespace) -> int:
             raise FieldError("RUN", str(folder), "is given twice; name each run once")
     page = args.out or (None if args.csv and not args.open else Path("compare.html"))
     if len(folders) < 2 or (page and len(folders) > MOST_RUNS):
-        raise FieldError("RUN", f"{len(folders)} given", f"name 2 to {MOST_RUNS} runs, or, with only --csv, 2 or more")
+        raise FieldError("RUN", f"{len(folders)} given", f"name 2 to {MOST_RUNS} runs, or 2 or more with only --csv")
     names = Counter(path.name for path in folders)
     runs = [read_run(given, path.name if names[path.name] == 1 else str(given)) for path, given in folders.items()]
     if args.csv:

@@ -72,7 +72,7 @@ def rollback(args: argparse.Namespace) -> int:
 
 
 def _forget_streams(state: Path) -> None:
-    """Make the trainer that continues from this checkpoint empty the streams first. Raises `FieldError` if it is damaged."""
+    """Mark a checkpoint: a trainer that continues from it empties the streams first. Raises `FieldError` if it is damaged."""
     try:
         content = {**json.loads(state.read_bytes()), "position": NOTHING_THERE}
     except (ValueError, TypeError) as error:
@@ -82,7 +82,7 @@ def _forget_streams(state: Path) -> None:
 
 
 def _set_aside(run: RunDir, version: int) -> Path | None:
-    """Move the results of the run's end, and then the checkpoints of later versions, the newest last, to a new folder. Return
+    """Move the results of the run's end, and then the checkpoints after `version` in ascending order, to a new folder. Return
     the folder, or None if nothing was moved."""
     newer = [path.parents[1] for number, path in resumable(run.path).items() if number > version]
     found = [path for path in (run.summary, run.checkpoint, *newer) if path.exists()]

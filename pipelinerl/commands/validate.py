@@ -217,7 +217,7 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
         yield FieldError("trainer.persistence.size", size, f"{why} {needed / GIB:,.0f}Gi; enlarge it, or keep fewer")
     if recipe.weights.log_place == NATS and (least := 3 * model.weights_bytes) > log_gib * GIB:
         fix = f"cannot hold the three whole versions that the weight log keeps; give at least {least / GIB:,.0f}, and enlarge"
-        yield FieldError("nats.weightsMaxGib", log_gib, f"{fix} nats.persistence.size, or set another recipe.set.weights.log")
+        yield FieldError("nats.weightsMaxGib", log_gib, f"{fix} nats.persistence.size, or change recipe.set.weights.log")
     limit = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
     export, copies = model.weights_bytes / GIB, snapshot_gib(recipe, model)[1]
     needed_gib = export + (each / GIB - export) / trainer["nodes"] + copies
@@ -230,7 +230,7 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
     """Return the recipe's model. `parameters`, such as `7.6B`, overrides the size in its files or name. Raises `FieldError`."""
     name, size = recipe.model.name or recipe.model.source, size_of(parameters) if parameters is not None else 0
     if not (size := size or known_parameters(recipe.model)):
-        parts = [part for part in name.split("/") if _SIZE_IN_NAME.search(part)]  # the last one is the closest to the model
+        parts = [part for part in name.split("/") if _SIZE_IN_NAME.search(part)]  # the last part is the most specific
         if not parts or _EXPERTS_IN_NAME.search(name):
             fix = f"the name of the model, {name}, does not tell its size; give the size, all experts included, such as 7.6B"
             raise FieldError("--parameters", None, fix)

@@ -114,7 +114,7 @@ class SetView(Settings):
 
     @property
     def indifference(self) -> str:
-        """Evidence that the user's function paid wrong answers like right ones in trial calls; empty if there is none."""
+        """Evidence that the user's function paid wrong answers about as much as right ones in trial calls; empty if none."""
         rewards, empty = ([one.reward for one in self.calls if any_ or not one.completion] for any_ in (True, False))
         right = [one.reward for one in self.calls if one.completion and not one.near_miss]
         wrong = [one.reward for one in self.calls if one.near_miss and self.share.reward.is_function]
@@ -357,7 +357,7 @@ def texts(view: SetView) -> Findings:
     yield from _many(view, "template-twice", (_hits(texts, *patterns), num, num / 2, "warning", "task.path", twice))
     longest = max(map(len, texts), default=0)
     cut = [text[-60:] for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
-    is_cut = len(cut) <= 0.9 * num and len({*map(len, texts)}) > 4  # few lengths may coincide by chance
+    is_cut = len(cut) <= 0.9 * num and len({*map(len, texts)}) > 4  # with few lengths, equal ones are usual
     damaged = [] if re.search(r"(?i)html|jinja|\bentit", view.told) else _hits(texts, _DAMAGED)
     yield from _many(
         view, "texts-damaged",

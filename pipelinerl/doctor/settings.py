@@ -58,7 +58,7 @@ def optimizer(view: Settings) -> Findings:
     for id_, value, grave, told, field_, advice in (
         ("learning-rate-high", rate / most, 20, f"at most {most:.1g} is usual", "learning_rate", f"use about {usual:g}"),
         ("learning-rate-low", least / moved * (trainer.steps >= 50), 10, f"a weight moves by at most {moved:.2g}",
-         "learning_rate", "raise it tenfold; usual are 1e-6, for adapters 1e-5, for toy models 1e-4"),
+         "learning_rate", "raise it tenfold; usual values are 1e-6, for adapters 1e-5, for toy models 1e-4"),
         ("optimizer-settings", 20 * shrunk, 10, f"weights shrink by {percent(shrunk)}", "weight_decay", "use 0 to 0.1"),
         ("optimizer-settings", epsilon / element, 10, f"epsilon {epsilon:g}, elements of about {element:.1g}", name, fix),
         ("optimizer-settings", 1.001 * (trainer.beta1 >= math.sqrt(trainer.beta2)), 10,

@@ -483,7 +483,7 @@ class LocalRun:
         await self._processes[service.name].terminate(_SCALED_GRACE_S)
         self._forget(service.name)
 
-    # Files and display of a running run.
+    # Files and display during the run.
 
     def _write_pids(self) -> None:
         write_json(self.run_dir.pids, {name: process.pid for name, process in self._processes.items()})
@@ -568,7 +568,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error in `raised`. Raise `raised` if one is neither ours nor caused by a full disk."""
+        """Return the first error in `raised`. Raise `raised` if one is neither a `PipelineRLError` nor due to a full disk."""
         errors = _leaves(raised)
         if any(not isinstance(one, PipelineRLError) and getattr(one, "errno", None) not in _DISK_FULL for one in errors):
             raise raised

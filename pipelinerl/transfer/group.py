@@ -210,8 +210,8 @@ _LET_GO_S = 0.5
 class GroupStore:
     """The trainer's rendezvous store, which exists as long as this object.
 
-    It has no authentication, so it listens only on the interface `host`; torch's own socket would listen on all of them. `port`
-    0 picks a free port. Actors use `address`, with `advertise_host` or else `host`; the trainer itself uses `own_address`.
+    It has no authentication, so it listens only on the interface `host`. Torch's own socket would listen on all interfaces.
+    `port` 0 picks a free port. Actors use `address`, with `advertise_host` or else `host`; the trainer uses `own_address`.
     Raises OSError if it cannot listen there.
     """
 
@@ -334,7 +334,7 @@ class GlooTransport:
                     works.append(group.send([piece], self._rank + 1, 0))
             while works:
                 works.popleft().wait(_time_until(deadline))
-        finally:  # or an error's traceback would keep the connections open. Gloo uses no memory of dropped operations
+        finally:  # a traceback would otherwise keep connections open. Gloo does not use the memory of dropped operations
             group = None
             works.clear()
 
