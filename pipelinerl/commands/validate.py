@@ -1,5 +1,5 @@
 """`pipelinerl validate RECIPE` lists everything that is wrong with a recipe. `pipelinerl doctor RECIPE|RUN` lists the reasons
-why a recipe will not learn or a run does not learn, the cause first. For a recipe, both test its rewards. Nothing changes.
+why a recipe will not learn or a run does not learn, the cause first. For a recipe, both test its rewards. Both change nothing.
 
 A recipe for a cluster can be checked on a laptop. Things that this machine lacks, such as a GPU, are listed, but the recipe
 still counts as valid. With `--gpu-memory`, `validate` also adds up the memory that is needed.

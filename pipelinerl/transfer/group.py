@@ -244,7 +244,7 @@ class WeightGroup:
 
         `given_up` ends the wait of this rank, or of all ranks if this is rank 0. With NCCL, it also ends later broadcasts.
         `patience_s`, for rank 0: maximum wait for the next rank after one has checked in. Raises DeadlineExceeded if ranks are
-        missing after `timeout_s`, TransferAborted if the meeting was given up, and GroupFailed if the store is unreachable.
+        missing after either time, TransferAborted if the meeting was given up, and GroupFailed if the store is unreachable.
         """
         stop, deadline = given_up or threading.Event(), time.monotonic() + timeout_s
 
