@@ -54,7 +54,7 @@ def _policy(args: argparse.Namespace, version: int | None) -> Any:
         raise MissingPackage(f"chat needs the package {error.name}: pip install 'pipelinerl[trainer]'") from error
     if args.system is not None:
         if (style := policy.task.prompt_style) != "chat":
-            raise FieldError("--system", args.system, f"has no place in prompts of task.prompt_style {style}; leave it out")
+            raise FieldError("--system", args.system, f"has no effect with task.prompt_style {style}; leave it out")
         policy.task = policy.task.model_copy(update={"system_prompt": as_unicode(args.system)})
     return policy
 

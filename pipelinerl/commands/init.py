@@ -106,7 +106,7 @@ def init(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(path for path in template.iterdir() if path.is_file()):
             text, changed = file.read_text(encoding="utf-8"), changes.get(file.name, {})
-            parts = re.split(f"({'|'.join(changed)})", text)  # in one pass: a column may be called ANSWER
+            parts = re.split(f"({'|'.join(changed)})", text)  # in one pass, because a column may be called ANSWER
             (folder / file.name).write_text("".join(changed.get(part, part) for part in parts), encoding="utf-8")
         if words:
             shutil.copy(args.data, folder)

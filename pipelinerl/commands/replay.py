@@ -29,7 +29,7 @@ _DECIDED_EARLIER = (
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Replay the steps. Return the exit code: 1 if a version has another digest than in the run."""
+    """Replay the steps. Return the exit code: 1 if a version's digest differs from the run's."""
     run, recipe = _recorded(args.run)
     if args.tokens and args.step is None:
         raise FieldError("--tokens", True, "needs --step N, whose tokens it shows")
@@ -109,7 +109,7 @@ def check_override(override: str) -> None:
     """Raise `FieldError` for a field that cannot change what a step makes of its recorded data. Pure."""
     path, value = parse_override(override)
     if path[0] not in ("trainer", "algorithm") or not path[1:] or path[1] in _DECIDED_EARLIER:
-        fix = "was decided before the data were recorded; name a field of trainer, or the loss, a mask or a term of algorithm"
+        fix = "was used before the data were recorded; change fields of trainer, or the loss, masks or terms of algorithm"
         raise FieldError(".".join(path), value, fix)
 
 
