@@ -201,7 +201,7 @@ def gib_of(text: str) -> float:
 def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldError]:
     """Yield a problem for each size in the chart's values that is too small for the recipe's model: the trainer's volume, the
     weight log in NATS, and the memory of rank 0's pod (docs/training.md). If neither the model's files nor its name on the hub
-    tell its size, the check only requires that the volume has a size. (Numbers in a local path are ignored.)"""
+    state its size, the check only requires that the volume has a size. (Numbers in a local path are ignored.)"""
     trainer, log_gib, model = values["trainer"], values["nats"]["weightsMaxGib"], None
     size = None if trainer["persistence"].get("existingClaim") else trainer["persistence"]["size"]
     with suppress(FieldError):

@@ -42,7 +42,7 @@ _MOST_ROWS, _PROBES = 2000, ("7", "yes", "A", "x")
 _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
-"""Example of the only form in which each small model of this package writes. No prompt can ask for another one."""
+"""Example output of each small model of this package, which writes in no other form, whatever the prompt asks for."""
 _NAMES = re.compile(r"(?i)[0-9a-f-]{16,}|\S+\.(txt|jsonl?|md|py|png|jpe?g|wav|mp[34]|pdf)|https?://\S+")
 """Matches a prompt that only names something: a hash, a file or an address."""
 _NUMBERED = r"[\W_]*[^\W\d_]{0,10}[\W_]*(\d+)[\W_]*"
@@ -93,7 +93,7 @@ class SetView(Settings):
         right = [*filter(None, self.references)] if reward.scorer in _COMPARING else []
         self.answers = [*map(final_answer, right)] if "math" in reward.scorer else right
 
-        # All that tells the policy in which form to answer, the words that ask for steps, and what the reward looks for.
+        # The texts that tell the policy how to answer, the words that ask for steps, and what the reward looks for.
         shown = [source.problem(Split.HELDOUT, index) for index in range(min(8, source.num_heldout))] if source else []
         asked = (one.messages or [{"role": "user", "content": one.question}] for one in shown or [Problem("")])
         prompts = [str(message["content"]) for messages in asked for message in conversation(messages, task)]

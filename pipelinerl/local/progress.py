@@ -288,7 +288,7 @@ def _actor_text(name: str, actor: ActorState | str, restarts: int) -> str:
 PLAIN_EVERY_S = 5.0
 """Minimum time between lines about steps. The final step is always shown."""
 QUIET_S = 60.0
-"""Minimum time without a step after which a line reports the pause. It doubles for each further line."""
+"""Minimum time without a step after which a line reports the pause. It doubles with each such line."""
 _PHASE_EVERY_S = 2.0
 """Minimum time between lines about the phase, before the first step."""
 

@@ -123,7 +123,7 @@ class LocalRun:
     refresh_s: float = _REFRESH_S
     """Seconds between two updates of the display, and between two checks of the wanted number of actors."""
     reserve_bytes: int = RESERVE_BYTES
-    """Bytes that must stay free on the run's disk beside the next checkpoint. If fewer are free, the run ends cleanly."""
+    """Bytes that must stay free on the run's disk in addition to the next checkpoint. With fewer, the run ends cleanly."""
     stop_within_s: float = STOP_WITHIN_S
 
     def __post_init__(self) -> None:

@@ -306,7 +306,7 @@ class WeightGroup:
 
 
 class GlooTransport:
-    """A chain of ranks over Gloo. Each rank passes on the bytes of the rank before it while it receives further ones. A link
+    """A chain of ranks over Gloo. Each rank passes on bytes from the rank before it while it receives more. A link
     therefore carries one copy, whereas some links of Gloo's own broadcast, a binomial tree, carry ⌈log₂ ranks⌉ copies."""
 
     def __init__(self, spec: GroupSpec, store: PrefixStore, timeout: timedelta) -> None:

@@ -83,7 +83,7 @@ class LogStore(Protocol):
 
 @asynccontextmanager
 async def open_store(url: str, bus: Bus) -> AsyncIterator[LogStore]:
-    """Open the store at `url`: "nats" or a file://, s3:// or gs:// URL. Wait until it answers, because S3 must tell the
+    """Open the store at `url`: "nats" or a file://, s3:// or gs:// URL. Wait until it answers, because S3 must report the
     bucket's region. Raises `FieldError` if the URL cannot be opened."""
     scheme, _, rest = url.partition("://")
     place = f"{scheme}://{rest.rpartition('@')[2].partition('?')[0].rstrip('/')}"  # a secret may contain any character
