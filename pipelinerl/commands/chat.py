@@ -1,4 +1,4 @@
-"""`pipelinerl chat` and `pipelinerl serve`: talk to a trained policy in the terminal, or serve it by vLLM.
+"""`pipelinerl chat` and `pipelinerl serve`: talk to a trained policy in the terminal, or serve it with vLLM.
 
 A chat has no tools and no environment, even if the run trained in episodes. Completions are untrusted, so their control
 characters, which could steer the terminal, are printed as escapes.
@@ -28,7 +28,7 @@ Ctrl-C stops an answer, Ctrl-D ends the chat."""
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Complete the prompt in the arguments or on standard input, or hold a conversation in a terminal. Raises `UserError`."""
+    """Complete a prompt from the arguments or standard input; without one, hold a conversation. Raises `UserError`."""
     for option, value, least in (("--max-tokens", args.max_tokens, 1), ("--temperature", args.temperature, 0)):
         if value is not None and not least <= value < math.inf:
             raise FieldError(option, value, f"give {least} or more")
@@ -54,7 +54,7 @@ def _policy(args: argparse.Namespace, version: int | None) -> Any:
         raise MissingPackage(f"chat needs the package {error.name}: pip install 'pipelinerl[trainer]'") from error
     if args.system is not None:
         if (style := policy.task.prompt_style) != "chat":
-            raise FieldError("--system", args.system, f"has no place in prompts of task.prompt_style {style}; leave it out")
+            raise FieldError("--system", args.system, f"has no effect with task.prompt_style {style}; leave it out")
         policy.task = policy.task.model_copy(update={"system_prompt": as_unicode(args.system)})
     return policy
 
@@ -80,7 +80,7 @@ def _hold(args: argparse.Namespace) -> int:
         importlib.import_module("readline")  # `input` then lets the user edit the line
     policy, messages = _policy(args, args.version), list[dict[str, str]]()
     style = policy.task.prompt_style
-    how = "the chat template" if style == "chat" else f"no chat template ({style} prompts, each line by itself)"
+    how = "the chat template" if style == "chat" else f"no chat template ({style} prompts, without earlier lines)"
     print(f"{policy.name} of {printable(str(policy.path))} with {how}; /help lists the commands")
     while True:
         try:

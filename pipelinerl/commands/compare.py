@@ -1,4 +1,4 @@
-"""`pipelinerl compare RUN RUN ...`: write a page that compares runs, or their figures as CSV. It only reads the runs' folders.
+"""`pipelinerl compare RUN RUN ...`: compare runs on a page, or write their figures as CSV. It only reads the runs' folders.
 
 Runs may differ in task and length, and their records may be damaged: a value that is not a finite number counts as missing.
 """
@@ -43,14 +43,14 @@ CURVES = ("heldout_accuracy", "reward_mean", "completion_tokens_mean", "lag.mean
 _TOTALS = {"Sequences trained": ("sequences.trained", 0), "Mean lag": ("lag.mean", 2), "Mean ESS": ("ess.mean", 3)}
 """Key in a summary and number of decimals, by label."""
 _MEASURES = ("modules/", "task.", "tasks", "reward.", "evaluation.sets", "evaluation.temperature")
-"""Beginnings of fields and facts. If one of these differs between runs, rewards and accuracies are hardly comparable."""
+"""Prefixes of fields and facts. If a field or fact with one of them differs, rewards and accuracies are hardly comparable."""
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
 class ComparedRun:
     """A run, read from its folder. `fields`: the recipe's fields and other facts, by dotted name. `rows`: see `rows_of`.
-    `results`: texts by label. `accuracies`: the last ones with their 95 % intervals, by label. `changes`: of the recipe."""
+    `results`: texts by label. `accuracies`: [value, low, high] of the last evaluation, by label. `changes`: recipe changes."""
 
     name: str
     fields: Record
@@ -69,7 +69,7 @@ def compare(args: argparse.Namespace) -> int:
             raise FieldError("RUN", str(folder), "is given twice; name each run once")
     page = args.out or (None if args.csv and not args.open else Path("compare.html"))
     if len(folders) < 2 or (page and len(folders) > MOST_RUNS):
-        raise FieldError("RUN", f"{len(folders)} given", f"name 2 to {MOST_RUNS} runs, or, with only --csv, 2 or more")
+        raise FieldError("RUN", f"{len(folders)} given", f"name 2 to {MOST_RUNS} runs, or 2 or more with only --csv")
     names = Counter(path.name for path in folders)
     runs = [read_run(given, path.name if names[path.name] == 1 else str(given)) for path, given in folders.items()]
     if args.csv:
@@ -211,7 +211,7 @@ def notes(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def curve(rows: Sequence[dict[str, Any]], key: str) -> list[list[float]]:
-    """Return [step, seconds, value] of about `_POINTS` rows, the last one included."""
+    """Return [step, seconds, value] of at most `_POINTS` + 1 rows at equal intervals, including the last row."""
     known = (row for row in rows if key in row and row["seconds"] is not None)
     points = [[row["step"], round(row["seconds"], 1), float(f"{row[key]:.4g}")] for row in known]
     return points[: -1 : len(points) // _POINTS + 1] + points[-1:]
@@ -219,7 +219,7 @@ def curve(rows: Sequence[dict[str, Any]], key: str) -> list[list[float]]:
 
 def problems(runs: Sequence[ComparedRun]) -> list[list[tuple[int, dict[str, Any]]]]:
     """Return the samples of up to `MOST_PROBLEMS` prompts that several runs recorded: for each prompt, the positions of its
-    runs and their newest samples. Prompts of the most runs come first, and among these the held-out ones."""
+    runs and their newest samples. Prompts that more runs share come first, and among equals the held-out ones."""
     by_prompt: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for position, run in enumerate(runs):
         for sample in run.samples:

@@ -32,7 +32,7 @@ from pipelinerl.tasks.source import FileSource, field_names
 _MINUTES = {"arithmetic": 2, "repeated-addition": 1, "calculator": 5, "guess": 7, "code": 5, "smollm2": 15}
 """Duration of the whole run on two CPU cores. The other recipes have not been run to their end."""
 _PROCESSES_GIB = 3.0
-"""Memory of the processes of a run on CPUs, in addition to the states of training, the engine's weights and its KV cache."""
+"""Memory of the processes of a run on CPUs, in addition to the training state, the engine's weights and its KV cache."""
 _EPISODE_GIB = 0.011
 """Memory of the two processes that run an episode."""
 
@@ -57,7 +57,7 @@ def recipes(args: argparse.Namespace) -> int:
 
 def needs(recipe: Recipe) -> dict[str, Any]:
     """Return what a recipe needs: `device` (cpu or gpu), model, `parameters`, `dtype`, memory in GiB, and minutes on two CPU
-    cores or None. A GPU recipe needs more memory, for activations and the KV cache. The function reads only local files."""
+    cores or None. For a GPU, the memory excludes activations and the KV cache. The function reads only local files."""
     model = model_of(recipe, None)
     on_cpu = recipe.model.dtype == "float32"
     trainer, actor = state_bytes(recipe, model) / GIB, engine_bytes(recipe, model) / GIB
@@ -94,7 +94,7 @@ def init(args: argparse.Namespace) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FieldError("DIR", str(folder), "is not an empty folder; name a new one")
     if os.pathsep in (path := str(folder.resolve())):
-        raise FieldError("DIR", path, f"Python imports no reward from a path with {os.pathsep!r}; choose a path without it")
+        raise FieldError("DIR", path, f"Python cannot import a reward from a path with {os.pathsep!r}; choose one without it")
     for option, value in (("--question", args.question), ("--answer", args.answer)):
         if value and args.data is None:
             raise FieldError(option, value, "applies only to --data FILE; leave it out")
@@ -106,7 +106,7 @@ def init(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(path for path in template.iterdir() if path.is_file()):
             text, changed = file.read_text(encoding="utf-8"), changes.get(file.name, {})
-            parts = re.split(f"({'|'.join(changed)})", text)  # in one pass: a column may be called ANSWER
+            parts = re.split(f"({'|'.join(changed)})", text)  # in one pass, because a column may be called ANSWER
             (folder / file.name).write_text("".join(changed.get(part, part) for part in parts), encoding="utf-8")
         if words:
             shutil.copy(args.data, folder)

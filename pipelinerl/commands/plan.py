@@ -44,7 +44,7 @@ def plan(args: argparse.Namespace) -> int:
     if active is not None:
         model = replace(model, active_share=size_of(active, "--active-parameters") / parameters)
     if model.active_share > 1:
-        raise FieldError("--active-parameters", active, f"a token cannot use more than --parameters = {args.parameters}")
+        raise FieldError("--active-parameters", active, f"a token cannot use more than all {args.parameters} parameters")
     if args.kv_kib_per_token:
         model = replace(model, kv_bytes=args.kv_kib_per_token * 1024, kv_source="as given")
     lengths, source = lengths_of(args.lengths, recipe)
@@ -91,8 +91,8 @@ def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
 
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
     """Return the lengths of all completions in the second half of a run, dropped ones too, and their source. metrics.jsonl
-    counts completions by power-of-two bucket. Within a bucket, lengths are distributed as in samples.jsonl, or evenly if it
-    has none there. Raises `FieldError`."""
+    counts completions by power-of-two bucket. Within a bucket, lengths are distributed as in samples.jsonl, or evenly if
+    that file has none in the bucket. Raises `FieldError`."""
     if not run_dir.is_dir():
         fix = "is neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, separated by commas) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)

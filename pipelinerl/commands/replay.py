@@ -29,7 +29,7 @@ _DECIDED_EARLIER = (
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Replay the steps. Return the exit code: 1 if a version has another digest than in the run."""
+    """Replay the steps. Return the exit code: 1 if a version's digest differs from the run's."""
     run, recipe = _recorded(args.run)
     if args.tokens and args.step is None:
         raise FieldError("--tokens", True, "needs --step N, whose tokens it shows")
@@ -72,7 +72,7 @@ def rollback(args: argparse.Namespace) -> int:
 
 
 def _forget_streams(state: Path) -> None:
-    """Make the trainer that continues from this checkpoint empty the streams first. Raises `FieldError` if it is damaged."""
+    """Mark a checkpoint: a trainer that continues from it empties the streams first. Raises `FieldError` if it is damaged."""
     try:
         content = {**json.loads(state.read_bytes()), "position": NOTHING_THERE}
     except (ValueError, TypeError) as error:
@@ -82,7 +82,7 @@ def _forget_streams(state: Path) -> None:
 
 
 def _set_aside(run: RunDir, version: int) -> Path | None:
-    """Move the results of the run's end, and then the checkpoints of later versions, the newest last, to a new folder. Return
+    """Move the results of the run's end, and then the checkpoints after `version` in ascending order, to a new folder. Return
     the folder, or None if nothing was moved."""
     newer = [path.parents[1] for number, path in resumable(run.path).items() if number > version]
     found = [path for path in (run.summary, run.checkpoint, *newer) if path.exists()]
@@ -109,7 +109,7 @@ def check_override(override: str) -> None:
     """Raise `FieldError` for a field that cannot change what a step makes of its recorded data. Pure."""
     path, value = parse_override(override)
     if path[0] not in ("trainer", "algorithm") or not path[1:] or path[1] in _DECIDED_EARLIER:
-        fix = "was decided before the data were recorded; name a field of trainer, or the loss, a mask or a term of algorithm"
+        fix = "was used before the data were recorded; change fields of trainer, or the loss, masks or terms of algorithm"
         raise FieldError(".".join(path), value, fix)
 
 

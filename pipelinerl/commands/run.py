@@ -111,7 +111,7 @@ def resume(
     and notes for the user. Raises `UserError`, and changes nothing, if the run cannot continue."""
     old = loading.read_recipe(run_dir.recipe)
     for field in read_json(run_dir.placement).get("automatic") or []:
-        loading.set_value(old, field.split("."), "auto")  # A placement had replaced it with a number.
+        loading.set_value(old, field.split("."), "auto")  # A placement had replaced `auto` with a number.
     if not recipe:
         loading.recipe_of_run(run_dir.recipe)  # Problems of the file are reported before those of the overrides.
     new = loading.load_recipe(recipe, overrides) if recipe else loading.recipe_from_data(old, str(run_dir.recipe), overrides)

@@ -1,5 +1,5 @@
 """`pipelinerl validate RECIPE` lists everything that is wrong with a recipe. `pipelinerl doctor RECIPE|RUN` lists the reasons
-why a recipe will not learn or a run does not learn, the cause first. For a recipe, both call rewards on trial. Nothing changes.
+why a recipe will not learn or a run does not learn, the cause first. For a recipe, both test its rewards. Both change nothing.
 
 A recipe for a cluster can be checked on a laptop. Things that this machine lacks, such as a GPU, are listed, but the recipe
 still counts as valid. With `--gpu-memory`, `validate` also adds up the memory that is needed.
@@ -131,7 +131,7 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
             rows.append(("reference", f"{name}{first.place}: {_SHORT.repr(reference)}{origin}"))
         giving = {problem.file for problem in source.problems}
         if not task.max_rows and (others := [file for file in found if str(file).removeprefix(task.path) not in giving]):
-            fix = f"no problem comes from {counted(len(others), 'file')}, such as {others[0]}; check whether any is missing"
+            fix = f"{counted(len(others), 'file')}, such as {others[0]}, gave no problem; check whether problems are missing"
             warnings.append(FieldError(f"{place}task.path", task.path, fix))
     return rows, warnings
 
@@ -188,7 +188,7 @@ def _largest_lag(recipe: Recipe) -> str:
         return f"{recipe_lag(recipe, actors)}: algorithm.conventional_g - 1"
     means = sorted({longest, max(1, longest // 4)}, reverse=True)
     lags = [f"{recipe_lag(recipe, actors, longest, mean)} for a mean length of {mean}" for mean in means]
-    return f"{', '.join(lags)} tokens (⌈H I L / (L̄ B)⌉, L = {longest})"
+    return f"{', '.join(lags)} tokens (⌈H I L / (L̄ B)⌉ for I actors, L = {longest})"
 
 
 def gib_of(text: str) -> float:
@@ -201,7 +201,7 @@ def gib_of(text: str) -> float:
 def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldError]:
     """Yield a problem for each size in the chart's values that is too small for the recipe's model: the trainer's volume, the
     weight log in NATS, and the memory of rank 0's pod (docs/training.md). If neither the model's files nor its name on the hub
-    tell its size, the check only requires that the volume has a size. (A number in a path may mean anything.)"""
+    state its size, the check only requires that the volume has a size. (Numbers in a local path are ignored.)"""
     trainer, log_gib, model = values["trainer"], values["nats"]["weightsMaxGib"], None
     size = None if trainer["persistence"].get("existingClaim") else trainer["persistence"]["size"]
     with suppress(FieldError):
@@ -217,7 +217,7 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
         yield FieldError("trainer.persistence.size", size, f"{why} {needed / GIB:,.0f}Gi; enlarge it, or keep fewer")
     if recipe.weights.log_place == NATS and (least := 3 * model.weights_bytes) > log_gib * GIB:
         fix = f"cannot hold the three whole versions that the weight log keeps; give at least {least / GIB:,.0f}, and enlarge"
-        yield FieldError("nats.weightsMaxGib", log_gib, f"{fix} nats.persistence.size, or set another recipe.set.weights.log")
+        yield FieldError("nats.weightsMaxGib", log_gib, f"{fix} nats.persistence.size, or change recipe.set.weights.log")
     limit = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
     export, copies = model.weights_bytes / GIB, snapshot_gib(recipe, model)[1]
     needed_gib = export + (each / GIB - export) / trainer["nodes"] + copies
@@ -227,10 +227,10 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
 
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
-    """Return the recipe's model. If `parameters`, such as `7.6B`, is None, its files or name give them. Raises `FieldError`."""
+    """Return the recipe's model. `parameters`, such as `7.6B`, overrides the size in its files or name. Raises `FieldError`."""
     name, size = recipe.model.name or recipe.model.source, size_of(parameters) if parameters is not None else 0
     if not (size := size or known_parameters(recipe.model)):
-        parts = [part for part in name.split("/") if _SIZE_IN_NAME.search(part)]  # the last one is the closest to the model
+        parts = [part for part in name.split("/") if _SIZE_IN_NAME.search(part)]  # the last part is the most specific
         if not parts or _EXPERTS_IN_NAME.search(name):
             fix = f"the name of the model, {name}, does not tell its size; give the size, all experts included, such as 7.6B"
             raise FieldError("--parameters", None, fix)

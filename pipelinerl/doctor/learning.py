@@ -100,7 +100,7 @@ def policy(run: RunRecords) -> Findings:
         ("entropy-collapsed", is_useless and early > 0.01 and late < early / 20 and rewards[1] < 0.9 * best, False, told,
          "algorithm.entropy_coefficient", "use 0.001, a lower trainer.learning_rate, or a higher algorithm.clip_high"),
         ("heldout-apart", is_apart, False, f"held-out at most {highs[-1] if highs else 0:.2g}, training {right:.2g}",
-         "evaluation", "compare held-out with other samples (prompt, reward, length); else stop earlier, or add problems"),
+         "evaluation", "compare held-out with other samples (prompt, reward, length); if alike, stop earlier or add problems"),
         ("heldout-unanswered", unanswered >= asked / 2 or is_blind, False,
          "no answer came in time" if is_blind else f"{unanswered} of {asked} answers are missing in an evaluation",
          "evaluation.timeout_s", "raise it, or hold out fewer problems"),
@@ -111,8 +111,8 @@ def speed(run: RunRecords) -> Findings:
     """Examine which part of the run keeps the others waiting.
 
     bottleneck (training.md#reading-the-figures): One part keeps the others waiting: max_lag is too small in half of the steps;
-        the mean lag exceeds 4 and the predicted largest lag; weight updates take 20 % of the time; the trainer waits for half
-        of the time; or it computes for 90 % of it while actors are busy for less than half.
+        the mean lag exceeds both 4 and the predicted largest lag; weight updates take 20 % of the time; the trainer waits half
+        of the time; or the trainer computes 90 % of the time while actors are busy less than half of the time.
     """
     actor, busy, lag, predicted = run.recipe.actor, *map(run.late, ("actor_busy_fraction", "lag.mean", "largest_lag"))
     total, *seconds = (run.late(f"step_s.{one}") for one in ("total", "wait", "compute", "send", "snapshot"))

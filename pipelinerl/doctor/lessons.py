@@ -28,7 +28,7 @@ def _share(samples: Sequence[Record], least: int, kind: Callable[[Record], bool]
 
 
 def _written(sample: Record) -> bool:
-    """Return whether the completion has the reference, even in a place where the reward does not look."""
+    """Return whether the completion contains the reference, even in a place where the reward does not look."""
     return occurs(str(sample.get("reference") or ""), str(sample.get("completion")))
 
 
@@ -179,7 +179,7 @@ def rewards(run: RunRecords) -> Findings:
     reward-constant (recipes.md#rewards): Rewards, or the marks of a judge, do not vary within groups: in 75 % of the groups of
         a run that has not learned; grave from 95 %.
     reward-plateau (recipes.md#rewards): The reward has risen and stopped below its maximum: rewards are equal in 75 % of the
-        last groups, and the last quarter earns under 0.9 of the maximum, and under 0.05 of it more than the quarter before.
+        last groups; the last quarter earns under 0.9 of the maximum, and gains under 0.05 of the maximum on the one before.
     """
     last, reward, size = _last(run.trained_samples), run.first_task.reward, run.recipe.sampling.group_size
     is_stuck, is_judged, best = run.is_stuck, reward.scorer == "judge", reward.correct
@@ -200,7 +200,7 @@ def rewards(run: RunRecords) -> Findings:
         ("reward-constant", equal >= _FEW and is_stuck and not (equal < _DEAD and all_right >= 0.5), equal >= _DEAD,
          f"{percent(equal)} of the groups; rewards such as {values}",
          "reward.judge.template" if is_judged else "reward.scorer",
-         "ask for marks on a scale, by criteria, and check pattern and full_marks on an answer" if is_judged
+         "ask for marks on a scale, with criteria, and try pattern and full_marks on a judge's answer" if is_judged
          else "check its arguments, what it compares, and what it returns by default", last),
         ("reward-plateau", is_flat and run.has_learned and run.recipe.algorithm.advantage != "value", False,
          f"reward {earned:.3g} of {best:g}; rewards are equal in {percent(now_equal)} of the last groups", "reward.scorer",
@@ -212,8 +212,8 @@ def terms(run: RunRecords) -> Findings:
     """Examine the parts of the reward, the tasks of a mixture, and the length that rewards lead to.
 
     term-dominates (recipes.md#rewards): A term other than the answer decides which completion is better: it has 80 % of the
-        terms' spread within groups, and answers earn under 0.9; it has most of the spread, and answers earn less by 3 standard
-        errors while rewards rise; or the format earns 80 % of its weight, the answer under 2 % (grave if rewards are equal).
+        terms' spread within groups, and answers earn under 0.9; it has most of the spread, and what answers earn falls by 3
+        standard errors while rewards rise; or the format earns 80 % of its weight, the answer under 2 % (grave: equal rewards).
     format-never (recipes.md#rewards): The format term is never earned, so that it teaches nothing: in at least 12 steps.
     task-starves (recipes.md#tasks): A task of the mixture gets too few sequences, or earns nothing: less than a quarter of its
         share, or a mean reward of 0.

@@ -1,6 +1,6 @@
-"""Name why a recipe will not learn before it runs: rules over its problem sets, and over trial calls of their rewards.
+"""Find out before a run why it will not learn: rules over the recipe's problem sets, and over trial calls of rewards.
 
-Mistakes and doubts that `pipelinerl validate` finds become findings, too. Tokens are counted if the tokenizer is here.
+Mistakes and doubts that `pipelinerl validate` finds become findings. Without a local tokenizer, token counts are estimates.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_ROWS, _PROBES = 2000, ("7", "yes", "A", "x")
 _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
-"""Example of the only form in which each small model of this package writes. No prompt can ask for another one."""
+"""Example output of each small model of this package, which writes in no other form, whatever the prompt asks for."""
 _NAMES = re.compile(r"(?i)[0-9a-f-]{16,}|\S+\.(txt|jsonl?|md|py|png|jpe?g|wav|mp[34]|pdf)|https?://\S+")
 """Matches a prompt that only names something: a hash, a file or an address."""
 _NUMBERED = r"[\W_]*[^\W\d_]{0,10}[\W_]*(\d+)[\W_]*"
@@ -67,7 +67,7 @@ class SetView(Settings):
     """A problem set of an examined recipe, with the facts that rules need."""
 
     def __init__(self, recipe: Recipe, examined: Examination, place: str, held: Sequence[Problem], trained: set[str]) -> None:
-        """`held`: the set's held-out problems, if from files. `trained`: all sets' held-out problems that are trained on."""
+        """`held`: the set's held-out problems; empty without files. `trained`: texts of any held-out problems trained on."""
         self.place, self.share, model, count = place, recipe.sets_by_place[place], recipe.model, None
         parameters = 0
         with suppress(UserError, OSError):  # a mistake in the model's folder, which `examine` reports
@@ -93,7 +93,7 @@ class SetView(Settings):
         right = [*filter(None, self.references)] if reward.scorer in _COMPARING else []
         self.answers = [*map(final_answer, right)] if "math" in reward.scorer else right
 
-        # All that tells the policy in which form to answer, the words that ask for steps, and what the reward looks for.
+        # The texts that tell the policy how to answer, the words that ask for steps, and what the reward looks for.
         shown = [source.problem(Split.HELDOUT, index) for index in range(min(8, source.num_heldout))] if source else []
         asked = (one.messages or [{"role": "user", "content": one.question}] for one in shown or [Problem("")])
         prompts = [str(message["content"]) for messages in asked for message in conversation(messages, task)]
@@ -109,12 +109,12 @@ class SetView(Settings):
         self._count = count
 
     def tokens(self, text: str) -> float:
-        """Return the number of tokens of a text or, without a tokenizer, an estimate that is rather too low."""
+        """Return the number of tokens of a text or, without a tokenizer, a low estimate."""
         return self._count([text]) if self._count else len(text) / 6
 
     @property
     def indifference(self) -> str:
-        """Evidence that the user's function paid wrong answers like right ones in trial calls; empty if there is none."""
+        """Evidence that the user's function paid wrong answers about as much as right ones in trial calls; empty if none."""
         rewards, empty = ([one.reward for one in self.calls if any_ or not one.completion] for any_ in (True, False))
         right = [one.reward for one in self.calls if one.completion and not one.near_miss]
         wrong = [one.reward for one in self.calls if one.near_miss and self.share.reward.is_function]
@@ -175,11 +175,11 @@ def problems(view: SetView) -> Findings:
 
     prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context, or
         the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
-    columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of at least 8 prompts show their answer. It is grave if they
-        equal it, or have it after the text that the reward looks for; a warning if they begin or end with it; a note if it is a
-        number inside them. It is also grave if prompts are file names, addresses or hashes, or number the rows (from 20); with
-        a system prompt or an instruction, this is a warning. It is a warning (from 20) if answers number the rows but prompts
-        do not, or if answers are letters but prompts offer no choices.
+    columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of at least 8 prompts show their answer. Grave if a prompt
+        equals the answer, or has it after the text that the reward looks for; a warning if a prompt begins or ends with it; a
+        note if a number inside a prompt is the answer. Also grave if prompts are file names, addresses or hashes, or number the
+        rows (from 20); with a system prompt or an instruction, that is a warning. A warning (from 20) if answers number the
+        rows but prompts do not, or if answers are letters but prompts offer no choices.
     references-shifted (recipes.md#tasks): Answers belong to the question before or after: in at least 50 rows, prompts share
         more words with a neighbour's answer than with their own, by a tenth of an answer's words and by 5 standard errors.
         Turns of the assistant do not count. The rule is silent if prompts are numbered, or if the row beyond the neighbour has
@@ -189,8 +189,8 @@ def problems(view: SetView) -> Findings:
     references-unmatched (recipes.md#rewards): References do not look like answers of completions: half have 8 or more words, 5
         % are nan, none or null, or 5 % are numbers with a unit, separators or markup although texts are compared. Or 5 % earn
         nothing in trials, written as reward.answer_pattern expects (grave from half). The first 200 are examined.
-    heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of those of a set, compared without
-        case, punctuation and spaces.
+    heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of a set's, compared without case,
+        punctuation and spaces.
     """
     at, limit, texts = view.place, view.recipe.model.max_context, sorted(view.texts, key=len) or [""]
     middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
@@ -237,7 +237,7 @@ def _columns(view: SetView) -> Iterator[_Row]:
     """Yield rows for the findings `columns-mixed`."""
     rows = [(text.strip(), answer) for text, answer in zip(view.texts, view.references, strict=True) if answer]
     marker, num, task = r"\s*".join(map(re.escape, view.marker.split())), len(view.texts), view.share.task
-    heads = {word for _, answer in rows for word in _head(answer)}  # skips `Answer: yes or Answer: no`
+    heads = {word for _, answer in rows for word in _head(answer)}  # `Answer: yes or Answer: no` shows none
     told = [(text, own) for text, answer in rows if marker and (own := _head(answer))
             and own == {word for part in re.split(marker, text)[1:] for word in _head(part)} & heads]  # fmt: skip
     same = [text for text, answer in rows if text == answer]
@@ -257,7 +257,7 @@ def _columns(view: SetView) -> Iterator[_Row]:
     yield _counting(view.texts, _NUMBERED), num, max(20, least), gravity, "task.prompt_field", names
     if not _CHOICE.search(view.told):
         yield letters, num, max(20, least), "warning", "task.prompt_template", "add the choices to the prompts"
-    if len(_counting(view.texts)) < least:  # otherwise a program made the rows
+    if len(_counting(view.texts)) < least:  # if prompts count, too, a program made the rows
         fix = "numbers the rows; name another column"
         yield _counting(view.references, _NUMBERED), num, max(20, least), "warning", "task.answer_field", fix
 
@@ -307,7 +307,7 @@ def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], 
 
 
 def _hits(texts: Iterable[str], *patterns: re.Pattern[str]) -> list[str]:
-    """Return a match for each text that a pattern matches: that of the first such pattern."""
+    """Return, for each text that a pattern matches, the match of the first such pattern."""
     return [hit[0] for text in texts if (hit := next(filter(None, (one.search(text) for one in patterns)), None))]
 
 
@@ -357,7 +357,7 @@ def texts(view: SetView) -> Findings:
     yield from _many(view, "template-twice", (_hits(texts, *patterns), num, num / 2, "warning", "task.path", twice))
     longest = max(map(len, texts), default=0)
     cut = [text[-60:] for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
-    is_cut = len(cut) <= 0.9 * num and len({*map(len, texts)}) > 4  # otherwise there are only a few lengths
+    is_cut = len(cut) <= 0.9 * num and len({*map(len, texts)}) > 4  # with few lengths, equal ones are usual
     damaged = [] if re.search(r"(?i)html|jinja|\bentit", view.told) else _hits(texts, _DAMAGED)
     yield from _many(
         view, "texts-damaged",
@@ -370,7 +370,7 @@ def rewards(view: SetView) -> Findings:
     r"""Examine rewards, and the form and length of answers.
 
     terms-outweigh (recipes.md#rewards): Another term outweighs the answer: format_weight is below 0 or reaches reward.correct;
-        overlong.penalty exceeds 2 · reward.correct; overlong.buffer_tokens exceed max_tokens / 2; or any text has the format.
+        overlong.penalty exceeds 2 · reward.correct, or overlong.buffer_tokens max_tokens / 2; or an empty text has the format.
     wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: in trial calls, an empty one earns half of
         reward.correct, or your own function gives at least 4 wrong answers about as much as right ones (a warning).
     reward-slow (recipes.md#rewards): Rewards take long: the median trial call takes a quarter of timeout_s; a note.
@@ -379,16 +379,16 @@ def rewards(view: SetView) -> Findings:
         ask for a box or steps, but the scorer compares texts and no pattern reads a box; or the chat template already writes
         the <think> of format_pattern. Grave if a small model of this package never writes what the pattern reads.
     groups-small (learning.md#from-rewards-to-advantages): Few groups have different rewards: sampling.group_size is 2 and
-        rewards are 0 or 1. If answers are right with probability p, 2 p (1 - p) of such groups differ, which is at most half; a
+        rewards are 0 or 1. If answers are right with probability p, a share 2 p (1 - p) of groups differs, at most half; a
         note.
     max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references, written in
-        the expected form, or an answer of a small packaged model is longer (grave; a warning if your own function scores); or
+        the expected form, are longer, or a packaged model's answer is (grave; a warning if your own function scores); or
         max_tokens is under 128 and prompts ask for reasoning, or under 1,024 and the model thinks first.
     stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references (grave
         from half), in reward.answer_pattern (grave), or in the instructions before the answer; or it is blank or one character,
         and prompts ask for steps.
     judge-misled (recipes.md#another-model-as-judge): The judge cannot mark well: its template has neither {prompt} nor
-        {reference}, does not ask for the form of the pattern, or names another highest mark than full_marks; or the pattern
+        {reference}, does not ask for the form of the pattern, or names a highest mark other than full_marks; or the pattern
         reads only some digits of full_marks.
     """
     at, reward, right, limit = view.place, view.share.reward, view.share.reward.correct, view.share.max_tokens

@@ -23,7 +23,7 @@ Reasons = Mapping[str, Mapping[str, int]]
 _SAMPLES_READ = 200
 _WIDEST, _NARROWEST = 20, 3
 YOUNG_S = 600.0
-"""A run without a summary that began less than so many seconds ago may still run, perhaps on another machine."""
+"""A run without a summary that began less than this many seconds ago may be in progress, perhaps on another machine."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RunRecords:
     is_young: bool = False
     free_bytes: float = math.inf
     needed_bytes: float = 0.0
-    """Expected growth of the run's files until its end, and one more checkpoint."""
+    """Expected growth of the run's files until its end, plus the size of one more checkpoint."""
     last_error: str = ""
     """Last line with an error in the logs of a run without a step."""
 
@@ -65,7 +65,7 @@ class RunRecords:
         return numbers_in(self.trained[steps], key)
 
     def mean(self, key: str) -> float:
-        """Return the mean over the run; NaN before the third step."""
+        """Return the mean over the run; NaN if fewer than 3 steps have the figure."""
         found = self.values(key)
         return fmean(found) if len(found) >= _NARROWEST else math.nan
 

@@ -1,4 +1,4 @@
-"""Name why a run does not learn, from its records. The rules in this file are about lost sequences, steps and runs."""
+"""Find out why a run does not learn, from its records. The rules in this file are about lost sequences, steps and runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about fields of a recipe that spoil any run, whatever its problems are: sampling, optimizer and loss. Pure.
+"""Rules about values of recipe fields that spoil a run on any task: sampling, optimizer and loss. Pure.
 
 They are applied before a run, and again to a run's records. If the run has learned, their findings become notes.
 """
@@ -17,7 +17,7 @@ from pipelinerl.rl.groups import CUTTING, groups_per_step
 _TOY = 2e7
 """Number of parameters below which a model needs a hundred times the learning rate of a language model."""
 _USUAL_PARAMETERS, _USUAL_WIDTH = 1e8, 4096
-"""Number of parameters if it is unknown: a small one makes rules accuse less. Width of the model, always assumed."""
+"""Assumed number of parameters if it is unknown; a small one makes rules report less. Assumed width of every model."""
 _ANY = (-math.inf, math.inf)
 
 
@@ -58,7 +58,7 @@ def optimizer(view: Settings) -> Findings:
     for id_, value, grave, told, field_, advice in (
         ("learning-rate-high", rate / most, 20, f"at most {most:.1g} is usual", "learning_rate", f"use about {usual:g}"),
         ("learning-rate-low", least / moved * (trainer.steps >= 50), 10, f"a weight moves by at most {moved:.2g}",
-         "learning_rate", "raise it tenfold; usual are 1e-6, for adapters 1e-5, for toy models 1e-4"),
+         "learning_rate", "raise it tenfold; usual values are 1e-6, for adapters 1e-5, for toy models 1e-4"),
         ("optimizer-settings", 20 * shrunk, 10, f"weights shrink by {percent(shrunk)}", "weight_decay", "use 0 to 0.1"),
         ("optimizer-settings", epsilon / element, 10, f"epsilon {epsilon:g}, elements of about {element:.1g}", name, fix),
         ("optimizer-settings", 1.001 * (trainer.beta1 >= math.sqrt(trainer.beta2)), 10,

@@ -1,8 +1,8 @@
 """Calls to the Kubernetes API through the official asyncio client, with bounded times and one typed error.
 
 `KubeClient` has the rights of a pod's ServiceAccount, `PersonClient` those of a person's kubeconfig. The chart's Role grants
-exactly the permissions listed here. The library reads the pod's token again every minute, and this client also does so if the
-API refuses the token. Other failed calls are repeated only with `insists`, because callers know how urgent a call is.
+exactly `TRAINER` and one of `COMPLETION`. The library reads the pod's token again every minute, and this client also does so
+if the API refuses the token. Other failed calls are repeated only with `insists`, because callers know how urgent a call is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run a program that gets a signal when its parent dies: `python die_with_parent.py PARENT_PID SIGNAL COMMAND ...`
 
-So services end when their runner is killed. This file is a program because Python code between fork and exec can deadlock in
+This ends services when their runner is killed. This file is a program because Python code between fork and exec can deadlock in
 a process with threads. On Linux it uses `PR_SET_PDEATHSIG`; elsewhere no signal is sent. The kernel sends the signal when the
 *thread* that started the program ends. Start the program from a thread that lives long enough, never from a pool's worker.
 Grandchildren get no signal.
@@ -15,7 +15,7 @@ _CANNOT_RUN = 127
 
 
 def guarded(command: tuple[str, ...] | list[str], death_signal: int = signal.SIGTERM) -> list[str]:
-    """Return a command to start from this process. It becomes `command`, which gets `death_signal` if this process dies."""
+    """Return a command for this process to start. The child becomes `command`, and gets `death_signal` if this process dies."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(death_signal)), *command]
 
 

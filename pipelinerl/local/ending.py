@@ -140,7 +140,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending, f
         lines.append(f"  report             {run_dir.report}")
     if run_dir.checkpoint.is_dir():
         lines.append(f"  checkpoint         {run_dir.checkpoint}")
-    # The user must correct a mistake before the run can continue, so no line suggests resuming it.
+    # After a mistake of the user, the run cannot continue until it is corrected, so no line suggests resuming.
     if ending.exit_code in (EXIT_INTERRUPTED, EXIT_FAILURE) and run_dir.identity.is_file():
         lines.append(f"  continue with      pipelinerl run --resume {shlex.quote(str(run_dir.path))}")
         version, steps = newest_checkpoint(run_dir.path), summary.get("steps") or 0

@@ -184,7 +184,7 @@ class Restarts:
     limit: int = 5
     """Maximum restarts in a row."""
     limit_unserved: int = 1
-    """Maximum restarts in a row of a service that has never served, because its fault is likely to persist."""
+    """Maximum restarts in a row of a service that has never served. Its fault is likely to persist, so this is lower."""
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=1.0, most_s=60.0))
     stable_s: float = 600.0
     """Seconds that a process must live to reset the number of restarts in a row."""

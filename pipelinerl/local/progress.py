@@ -1,7 +1,7 @@
 """Show a run's progress, with a live display on a terminal and with plain lines elsewhere.
 
-Events of the run update `RunState`. The pure functions `rows` and `plain_line` turn it into text, in which
-nothing was written by the model. A metric that is missing or null is shown as `-`.
+Events of the run update `RunState`. The pure functions `rows` and `plain_line` turn it into text, which
+never quotes the model. A metric that is missing or null is shown as `-`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Metrics = Mapping[str, Any]
 
 _RATE_STEPS = 20
 _UNSTEADY_S = 10.0
-"""The remaining time is shown for at least these seconds after a step, because a short pause says nothing about the pace."""
+"""The remaining time is shown for at least this long after a step, because a short pause says nothing about the pace."""
 _HISTORY_STEPS = 400
 
 
@@ -288,7 +288,7 @@ def _actor_text(name: str, actor: ActorState | str, restarts: int) -> str:
 PLAIN_EVERY_S = 5.0
 """Minimum time between lines about steps. The final step is always shown."""
 QUIET_S = 60.0
-"""Minimum time without a step after which a line reports the pause. It doubles for each further line."""
+"""Minimum time without a step after which a line reports the pause. It doubles with each such line."""
 _PHASE_EVERY_S = 2.0
 """Minimum time between lines about the phase, before the first step."""
 

@@ -123,7 +123,7 @@ class LocalRun:
     refresh_s: float = _REFRESH_S
     """Seconds between two updates of the display, and between two checks of the wanted number of actors."""
     reserve_bytes: int = RESERVE_BYTES
-    """Bytes that must stay free on the run's disk beside the next checkpoint. If fewer are free, the run ends cleanly."""
+    """Bytes that must stay free on the run's disk in addition to the next checkpoint. With fewer, the run ends cleanly."""
     stop_within_s: float = STOP_WITHIN_S
 
     def __post_init__(self) -> None:
@@ -483,7 +483,7 @@ class LocalRun:
         await self._processes[service.name].terminate(_SCALED_GRACE_S)
         self._forget(service.name)
 
-    # Files and display of a running run.
+    # Files and display during the run.
 
     def _write_pids(self) -> None:
         write_json(self.run_dir.pids, {name: process.pid for name, process in self._processes.items()})
@@ -568,7 +568,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error in `raised`. Raise `raised` if one is neither ours nor caused by a full disk."""
+        """Return the first error in `raised`. Raise `raised` if one is neither a `PipelineRLError` nor due to a full disk."""
         errors = _leaves(raised)
         if any(not isinstance(one, PipelineRLError) and getattr(one, "errno", None) not in _DISK_FULL for one in errors):
             raise raised

@@ -157,7 +157,7 @@ class ServiceLaunches:
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """Return the trainer's launch. A restart uses the HTTP port of `again` if it is free, so that open pages find it."""
+        """Return the trainer's launch. A restarted one keeps the HTTP port of `again` if free, so that open pages find it."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)

@@ -76,7 +76,7 @@ def chunk_header(version: PolicyVersion, chunk: Chunk, checksum: int) -> Tensor:
 
 
 def announced_checksum(header: Tensor, version: PolicyVersion, chunk: Chunk) -> int:
-    """Return the checksum in the header of `chunk`. Raises TransferError if this is not its header."""
+    """Return the checksum in `header`. Raises TransferError unless this is the header of `chunk` in `version`."""
     magic, incarnation, number, index, checksum, num_bytes = header.tolist()
     for field, expected, actual in (
         ("magic", f"{MAGIC:#x}", f"{magic:#x}"),
@@ -174,7 +174,7 @@ class Unpacker:
         return self._incomplete[-1][begin : begin + chunk.num_bytes]
 
     def rewind(self, chunk: Chunk) -> None:
-        """Forget the memory of `chunk`, which is the next to add, and of later chunks. Then call `room` for them again."""
+        """Forget the memory of `chunk`, the next one to add, and of later chunks. Call `room` for them again afterwards."""
         while len(self._incomplete) > (chunk.offset > self._manifest.offsets[chunk.parameters[0]]):
             self._incomplete.pop()
 
@@ -237,7 +237,7 @@ def prefetch(items: Iterable[_Item], buffers: int, name: str) -> Generator[_Item
     try:
         made: deque[Future[Any]] = deque(thread.submit(next, iterator, end) for _ in range(buffers))
         while (item := made.popleft().result()) is not end:
-            if len(made) < buffers - 1:  # only now, since the caller may have kept the last item
+            if len(made) < buffers - 1:  # not earlier: until now, the caller may have kept the last item
                 made.append(thread.submit(next, iterator, end))
             yield item
             del item

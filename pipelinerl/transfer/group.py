@@ -210,8 +210,8 @@ _LET_GO_S = 0.5
 class GroupStore:
     """The trainer's rendezvous store, which exists as long as this object.
 
-    It has no authentication, so it listens only on the interface `host`; torch's own socket would listen on all of them. `port`
-    0 picks a free port. Actors use `address`, with `advertise_host` or else `host`; the trainer itself uses `own_address`.
+    It has no authentication, so it listens only on the interface `host`. Torch's own socket would listen on all interfaces.
+    `port` 0 picks a free port. Actors use `address`, with `advertise_host` or else `host`; the trainer uses `own_address`.
     Raises OSError if it cannot listen there.
     """
 
@@ -244,7 +244,7 @@ class WeightGroup:
 
         `given_up` ends the wait of this rank, or of all ranks if this is rank 0. With NCCL, it also ends later broadcasts.
         `patience_s`, for rank 0: maximum wait for the next rank after one has checked in. Raises DeadlineExceeded if ranks are
-        missing after `timeout_s`, TransferAborted if the meeting was given up, and GroupFailed if the store is unreachable.
+        missing after either time, TransferAborted if the meeting was given up, and GroupFailed if the store is unreachable.
         """
         stop, deadline = given_up or threading.Event(), time.monotonic() + timeout_s
 
@@ -306,7 +306,7 @@ class WeightGroup:
 
 
 class GlooTransport:
-    """A chain of ranks over Gloo. Each rank passes on the bytes of the rank before it while it receives further ones. A link
+    """A chain of ranks over Gloo. Each rank passes on bytes from the rank before it while it receives more. A link
     therefore carries one copy, whereas some links of Gloo's own broadcast, a binomial tree, carry ⌈log₂ ranks⌉ copies."""
 
     def __init__(self, spec: GroupSpec, store: PrefixStore, timeout: timedelta) -> None:
@@ -334,7 +334,7 @@ class GlooTransport:
                     works.append(group.send([piece], self._rank + 1, 0))
             while works:
                 works.popleft().wait(_time_until(deadline))
-        finally:  # or an error's traceback would keep the connections open. Gloo uses no memory of dropped operations
+        finally:  # a traceback would otherwise keep connections open. Gloo does not use the memory of dropped operations
             group = None
             works.clear()
 

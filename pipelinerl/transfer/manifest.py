@@ -75,7 +75,7 @@ ALIGNMENT = 64
 """Bytes. A received tensor is a view of its chunk, so its offset must suit every dtype."""
 DEFAULT_CHUNK_BYTES = 16 * 2**20
 NCCL_CHUNK_BYTES = 128 * 2**20
-"""Default size of a chunk with nccl. It is larger because the fixed cost of a chunk weighs more."""
+"""Default size of a chunk with nccl. It is larger than with gloo, because nccl's fixed cost per chunk weighs more."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FORMAT = b"5"
 """Version of layout and transfer. It is part of the manifest's id, so sides of different formats refuse each other."""

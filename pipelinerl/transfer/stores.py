@@ -1,8 +1,8 @@
 """Stores of the weight log: JetStream's object store ("nats"), or any store that pyarrow opens by a URL.
 
 An object appears under its key, such as `weights/1/20-delta`, when all its bytes are stored. A run's next writer removes a
-killed writer's remains, except unfinished S3 uploads, which need a lifecycle rule of the bucket. No call blocks for ever:
-`StoreError` is raised after `STALL_S` without progress, or if NATS does not answer within its request timeout.
+killed writer's remains, except unfinished S3 uploads, which need a lifecycle rule of the bucket. No call to an open store
+blocks for ever: `StoreError` is raised after `STALL_S` without progress, or if NATS does not answer within its request timeout.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class LogStore(Protocol):
 
 @asynccontextmanager
 async def open_store(url: str, bus: Bus) -> AsyncIterator[LogStore]:
-    """Open the store at `url`: "nats" or a file://, s3:// or gs:// URL. Wait until it answers, as S3 is asked for the bucket's
-    region. Raises `FieldError` if the URL cannot be opened."""
+    """Open the store at `url`: "nats" or a file://, s3:// or gs:// URL. Wait until it answers, because S3 must report the
+    bucket's region. Raises `FieldError` if the URL cannot be opened."""
     scheme, _, rest = url.partition("://")
     place = f"{scheme}://{rest.rpartition('@')[2].partition('?')[0].rstrip('/')}"  # a secret may contain any character
     if url == NATS:
@@ -109,8 +109,8 @@ def open_files(field: str, url: str, place: str) -> tuple[FileSystem, str]:
 
 
 async def watched(place: str, work: Callable[[Callable[[], None]], _Result], stall_s: float | None = None) -> _Result:
-    """Run `work` on a thread; it calls its argument after each step. Raises `StoreError` if it raises OSError, or makes no step
-    for `stall_s` seconds (None = `STALL_S`). Then, or after a cancellation, the thread goes on until the store answers."""
+    """Run `work` on a thread; it calls its argument after each step. Raises `StoreError` if `work` raises OSError or makes no
+    step for `stall_s` seconds (None = `STALL_S`). Then, or after a cancellation, the thread goes on until the store answers."""
     stepped_s, limit_s = time.monotonic(), STALL_S if stall_s is None else stall_s
 
     def step() -> None:
@@ -124,7 +124,7 @@ async def watched(place: str, work: Callable[[Callable[[], None]], _Result], sta
             raise StoreError(f"{place}: {without_secrets(first_line(error), os.environ)}") from None
 
     future = asyncio.wrap_future(on_thread("weight-log", run))
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs an unread error
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # asyncio would log an unread error
     while not future.done():
         if (left_s := stepped_s + limit_s - time.monotonic()) <= 0:
             raise StoreError(f"{place}: no progress for {limit_s:g} s")
@@ -256,7 +256,7 @@ class BucketStore:
             return [info.name for info in await self._stored() if info.name.startswith(f"{prefix}/")]
 
     async def delete(self, key: str) -> None:
-        """Leave no marker, unlike nats-py's own method, because a full bucket would refuse the marker."""
+        """Delete the object and leave no marker, unlike nats-py's own method, because a full bucket would refuse a marker."""
         name = base64.urlsafe_b64encode(key.encode()).decode()
         with suppress(ObjectMissing), _store_errors(f"deleting {key} from {self._stream}"):
             info, was_clean, self._is_clean = await self._info(key), self._is_clean, False

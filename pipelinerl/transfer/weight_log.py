@@ -68,7 +68,7 @@ class WeightLog:
 
     async def add(self, version: PolicyVersion, stream: Tensor, sha256: bytes) -> Published:
         """Write a version newer than the last one, and return its announcement. `stream`: uint8[manifest.total_bytes], which
-        must not change until another version was added. `sha256`: the stream's. The first version of an
+        must not change until another version has been added. `sha256`: the stream's. The first version of an
         incarnation becomes an anchor. Raises `StoreError`, after which this or a later version can be added."""
         async with self._turn:
             chains, announced = list(self._chains), list[LogObject]()
@@ -115,7 +115,7 @@ class WeightLog:
 
 class Replica:
     """The reader. `folder` holds the stream of `version`, and the object that is being downloaded. `version` is None if the
-    stream is incomplete. Use one call at a time."""
+    stream is incomplete. Make one call at a time."""
 
     def __init__(self, store: LogStore, manifest: Manifest, folder: Path) -> None:
         self._store, self._manifest, self._folder, self._path = store, manifest, folder, folder / "stream"

@@ -138,7 +138,7 @@ def test_what_has_no_place_or_is_empty_is_refused(
     assert "PROMPT = '': is empty; give a text, as an argument or on standard input" in capsys.readouterr().err
     monkeypatch.setattr(Talker, "__init__", lambda self, _: vars(self).update(task=TaskConfig()))
     assert main(["chat", run, "hi", "--system", "x"]) == 2
-    assert "--system = 'x': has no place in prompts of task.prompt_style plain; leave it out" in capsys.readouterr().err
+    assert "--system = 'x': has no effect with task.prompt_style plain; leave it out" in capsys.readouterr().err
 
 
 def test_vllm_is_given_the_checkpoint_or_base_and_adapter_under_the_runs_name(

@@ -254,7 +254,7 @@ def test_validate_tells_of_the_users_data(pipelinerl: Command, workplace: Path) 
         (workplace / "parts" / name).write_text("".join(f"{json.dumps(row)}\n" for row in kept))
     _, told, _ = pipelinerl("validate", "there.yaml", "--set", file.replace("sums.jsonl", "parts"))
     assert "parts: 3 .jsonl files, 3 problems, 2 held out; longest prompt 8 tokens\n" in told
-    assert "task.path = 'parts': no problem comes from 1 file, such as parts/2.jsonl; check whether any is missing" in told
+    assert "task.path = 'parts': 1 file, such as parts/2.jsonl, gave no problem; check whether problems are missing" in told
     assert "rewards      task: reference answers (1) earn 1; empty ones (1) earn 0; " in printed
     for pattern, found, earned in (
         ("(1?)", "nothing in '1'", 0),

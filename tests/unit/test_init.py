@@ -148,7 +148,7 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
         ("full", "DIR = 'full': is not an empty folder; name a new one"),
         ("new --data none.csv", "--data = 'none.csv': there is no file at /"),
         ("new --data full/data.txt", "--data = 'full/data.txt': give a file of questions and answers: CSV"),
-        ("a:b --data full/mine.csv", "a:b': Python imports no reward from a path with ':'; choose a path without it"),
+        ("a:b --data full/mine.csv", "a:b': Python cannot import a reward from a path with ':'; choose one without it"),
         ("new --data full/mine.csv --answer nr", "--answer = 'nr': is no column of the file; use Nr, Question or Answer"),
         (
             "new --data full/other.jsonl",
