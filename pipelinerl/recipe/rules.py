@@ -95,11 +95,11 @@ def _tasks(recipe: Recipe) -> Broken:
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
-    """Yield pairs (field of `TaskConfig`, problem). If the recipe's small model cannot read the task, this comes first."""
+    """Yield pairs (field of `TaskConfig`, problem). If the recipe's small model cannot read the task, that comes first."""
     from_file = task.source == "jsonl" and task.prompt_style == "plain"  # `preflight` checks the characters of such prompts
     if recipe.model.source == "package" and recipe.model.name in PACKAGED and not from_file:
         source, name = PACKAGED[recipe.model.name]
-        other = "set model.source to another one: hub, path, checkpoint or smollm2"
+        other = "use another model: set model.source to hub, path, checkpoint or smollm2"
         fix = f"the small model {recipe.model.name!r} (model.name) reads only compact prompts of {name} ({source}); {other}"
         if task.source != source:
             yield "source", fix
@@ -127,7 +127,7 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
     if bool(task.tools) != (task.source == "tools"):
         yield "tools", f"source {task.source!r} {'needs functions' if task.source == 'tools' else 'uses none; leave it out'}"
     if len({path.rpartition(":")[2] for path in task.tools}) < len(task.tools):
-        yield "tools", "has several functions of the same name, by which the policy calls them; rename one, or leave it out"
+        yield "tools", "has several functions of the same name, but the policy calls them by name; rename one, or leave it out"
     if bool(task.command) != (task.source == "agent"):
         yield "command", f"source {task.source!r} {'needs a program' if task.source == 'agent' else 'runs none; leave it out'}"
     try:
@@ -187,7 +187,7 @@ def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
     if task.source in ("environment", "verifiers"):
         own = f"the environment gives the reward (task.source = {task.source!r})"
         if reward.scorer != "task":
-            yield "scorer", f"{own}; use the scorer task here (this task can have a `reward` section)"
+            yield "scorer", f"{own}; use the scorer task (each of several tasks can have a `reward` section)"
         yield from ((name, f"is ignored: {own}; leave it out for this task") for name in _OF_COMPLETIONS if name in told)
     for name, scorer in _OF_SCORER.items():
         if name in told and reward.scorer != scorer:
@@ -229,7 +229,7 @@ def _schedule(recipe: Recipe) -> Broken:
     if trainer.schedule == "wsd" and left < 1:
         yield "trainer.warmup_steps", f"leaves no decay steps for {schedule} (trainer.steps is {trainer.steps}); lower it"
     elif trainer.schedule == "wsd" and not 1 <= decay <= left:
-        yield "trainer.decay_steps", f"use 1 to {left}: {schedule} decays over at most all steps after warm-up"
+        yield "trainer.decay_steps", f"use 1 to {left}: {schedule} can decay only over the steps after warm-up"
     if trainer.schedule != "wsd" and decay:
         yield "trainer.decay_steps", f"{schedule} does not use this field; use 0 here, or the schedule wsd"
     if trainer.schedule == "constant" and trainer.final_learning_rate:

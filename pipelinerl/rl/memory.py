@@ -1,9 +1,9 @@
-"""Data sheets of accelerators, and estimates of the memory that a run needs on them. Pure.
+"""Data sheets of accelerators, and estimates of the memory that a run needs on them.
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds weights, gradients and optimizer state. Estimates need
 a model's size and, if possible, the size of its KV cache per token. In a mixture of experts, memory counts all experts, and
-compute only those that a token visits. Activations get `ENGINE_GIB` on an actor's accelerator, and 1 - `MODEL_STATE_SHARE` of
-the memory on a rank's. Replicated tensors and other processes on the device are not counted.
+compute only those that a token visits. Activations get `ENGINE_GIB` on an actor's accelerator, and the share
+1 - `MODEL_STATE_SHARE` on a trainer rank's. Replicated tensors and other processes on the device are not counted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Model:
 
     @classmethod
     def of(cls, recipe: Recipe, parameters: float, kv_numbers: int = 0, **known: Any) -> Model:
-        """Return the recipe's model; `known` has further fields. `kv_numbers`: numbers in the KV cache of one token. If it is 0
+        """Return the recipe's model; `known`: other fields. `kv_numbers`: numbers per token in the KV cache. If it is 0
         (unknown), `kv_bytes` is estimated as in Llama 3 8B, 128 KiB per token, scaled by the square root of the size. This is
         379 KiB at 70B, where Llama 3 has 320. Most models need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
         dtype_bytes = 4 if recipe.model.dtype == "float32" else 2

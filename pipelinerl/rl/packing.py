@@ -233,7 +233,7 @@ def _total(members: Sequence[int], cost: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class _Planner:
-    """Plans for the sequences of one step."""
+    """Distributes the sequences of one step over micro-batches."""
 
     lengths: list[int]
     cost: Sequence[float]

@@ -1,4 +1,4 @@
-"""Placement of a local run: which GPU each trainer rank and each actor gets, and what `auto` means on this machine. Pure.
+"""Placement of a local run: which GPU each trainer rank and each actor gets, and what `auto` means on this machine.
 
 A GPU belongs to one process, with one exception: on a single GPU, or with `actor.colocate`, the trainer's only rank and the
 only actor share it. vLLM then gets the memory that the trainer and weight updates leave.
@@ -321,7 +321,7 @@ def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> 
 
 
 def _cannot_compute(recipe: Recipe, device: Device) -> FieldError:
-    fix = f"{device.name} cannot compute in it (compute capability 8.0 can); use float32, or another GPU"
+    fix = f"{device.name} cannot compute in it (compute capability 8.0 is needed); use float32, or another GPU"
     return FieldError("model.dtype", recipe.model.dtype, fix)
 
 

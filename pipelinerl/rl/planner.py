@@ -46,7 +46,7 @@ FASTEST_STEP_S = 2e-3
 _MOST_SPLITS = 4096
 """Approximate maximum number of actor counts that are tried for each H."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
-"""Maximum numbers of version spans and sequences in a simulation. Of a larger system, only a part is simulated."""
+"""Maximum numbers of version spans and sequences in a simulation. Only a part of a larger system is simulated."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ def make_plan(
         _why_this_h(h, sequences_in_progress, most),
         f"{counted(h, 'sequence')}, each with {held:,.0f} tokens of prompt and unfinished completion on average, "
         f"take {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
-        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; beside activations, "
-        f"at most {machine.memory_gib * MODEL_STATE_SHARE:.0f} fit, so at least {counted(fewest, 'rank')} must share the state",
+        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; activations leave room for "
+        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB, so at least {counted(fewest, 'rank')} must share the state",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for each "
         f"weight update ({update_s:.2g} s) adds to it",
         *([f"unused: {counted(unused, 'accelerator')} of {num_accelerators:,}, because {takes}"] if unused else []),

@@ -301,7 +301,7 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
         )
         if not is_folder and commit is None and config.revision:
             _check_cached_commit(config, found)
-        # Images and sounds are no part of a problem, and would need further packages.
+        # Images and sounds are left out: problems do not use them, and reading them needs further packages.
         kinds = (found.features or {}).items()
         media = [name for name, kind in kinds if hasattr(kind, "decode") and type(kind).__name__ != "Json"]
         for number, row in enumerate(found.remove_columns(media), start=1):

@@ -263,7 +263,7 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("model={source: hub}", "model.name", "is empty: model.source = 'hub' needs a Hugging Face id"),
         ("model={source: hub, name: guess}", "model.name", "is a small model of this package, not of the hub"),
         ("model={source: package, name: x}", "model.name", "is not a small model of this package; use"),
-        ("trainer={steps: 20, schedule: wsd}", "trainer.decay_steps", "0: use 1 to 20: trainer.schedule = 'wsd' decays"),
+        ("trainer={steps: 20, schedule: wsd}", "trainer.decay_steps", "0: use 1 to 20: trainer.schedule = 'wsd' can decay"),
         ("trainer={steps: 9, schedule: wsd, warmup_steps: 5, decay_steps: 5}", "trainer.decay_steps", "use 1 to 4: trainer"),
         ("trainer={steps: 9, schedule: wsd, warmup_steps: 9, decay_steps: 1}", "trainer.warmup_steps", "leaves no decay st"),
         ("algorithm.advantage=group_mean sampling.group_size=1", "algorithm.advantage", "larger groups, or the advantage"),
@@ -274,7 +274,7 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("reward.overlong.penalty=0.5", "reward.overlong.penalty", "has no effect"),
         ("reward.sandbox=true", "reward.sandbox", "applies only to programs and functions"),
         ("reward.correct=20000", "reward.correct", "is above reward.max_abs (10000)"),
-        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use the scorer task here"),
+        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use the scorer task (each"),
         (f"{GAMES}, reward: {{answer_pattern: '(a)'}}}}]", "evaluation.sets.0.reward.answer_pattern", "is ignored: the env"),
         ("trainer={schedule: cosine, decay_steps: 5}", "trainer.decay_steps", "5: trainer.schedule = 'cosine' does not use"),
         ("trainer.final_learning_rate=0.1", "trainer.final_learning_rate", "0.1: trainer.schedule = 'constant' does not"),
@@ -386,7 +386,7 @@ def test_a_small_model_of_the_package_reads_its_own_task_only(overrides: list[st
         load_recipe(RECIPES / "arithmetic.yaml", overrides)
     problem = info.value.problems[0]
     assert (problem.field, str(problem.value)) == (field, overrides[0].partition("=")[2])
-    assert "set model.source to another one: hub, path, checkpoint or smollm2" in problem.fix
+    assert "use another model: set model.source to hub, path, checkpoint or smollm2" in problem.fix
     load_recipe(RECIPES / "arithmetic.yaml", [*overrides, "model.source=smollm2"])
 
 
