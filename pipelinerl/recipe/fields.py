@@ -353,7 +353,7 @@ class JudgeConfig(Section):
     """Message to the judge. It must contain `{completion}`; `{prompt}` and `{reference}` (answer) are optional."""
     pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")]
     r"""Regular expression, such as `Score: (\d+(?:\.\d+)?)`. Group 1 of its last match in the judge's reply is the number."""
-    full_marks: float = Field(1.0, gt=0, description="The judge's number for a fully right answer; the lowest is 0.")
+    full_marks: float = Field(1.0, gt=0, description="Number that the judge gives a fully right answer, on a scale from 0.")
     concurrency: int = Field(16, ge=1, le=1024, description="Maximum number of simultaneous calls of each verifier.")
     requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls by each verifier; retries count. 0 = no limit.")
     timeout_s: float = Field(60.0, gt=0, le=3600, description="Time limit of one judgement, retries included.")
@@ -636,9 +636,9 @@ class WeightUpdateConfig(Section):
     probe_every: Changeable[int] = Field(10, ge=0, description="Optimizer steps between parity probes of actors; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Number of tokens in the sequence of a parity probe.")
     probe_tolerance: Changeable[float | None] = Field(None, gt=0)
-    """Largest difference of log-probabilities between actors and trainer that a probe accepts, nats. In float32 it holds for
-    every token (null = 0.001), in 16 bits for the median token (null = 0.25). If the run's first probe exceeds it, the run
-    ends."""
+    """Largest difference of log-probabilities between actors and trainer that a probe accepts, nats. In float32, it
+    applies to every token (null = 0.001); in 16 bits, to the median token (null = 0.25). The run ends if its first probe
+    exceeds this limit."""
     verify_logprobs: Changeable[float] = Field(0.0, ge=0, lt=1)
     """Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than 0.01 nats
     (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, the trainer ignores that

@@ -137,7 +137,7 @@ def understood(overrides: Sequence[str]) -> list[str]:
 
 def find_recipe(name: str | Path) -> Path:
     """Return the recipe's file. `name` is its path, the path of a folder with a `recipe.yaml`, or the bare name of a recipe in
-    `recipes/` of the current folder, of the source tree or of the installation. Raises `FieldError`, with the known names."""
+    `recipes/` of the current folder, of the source tree or of the installation. Raises `FieldError` with the known names."""
     path, inside = Path(name), Path(name, "recipe.yaml")
     if found := path if path.is_file() else inside if inside.is_file() else known_recipes().get(str(name)):
         return found

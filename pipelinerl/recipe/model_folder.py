@@ -45,7 +45,7 @@ def problems_in(folder: Path) -> Iterator[str]:
         yield "is not a folder; give one that contains a Hugging Face model"
         return
     if (folder / "adapter_config.json").is_file():
-        yield "has a LoRA adapter, which actors would not apply; merge it into its model, and give a folder without it"
+        yield "has a LoRA adapter, which actors would not apply; merge it into the model, and give the merged model's folder"
     if not (folder / "config.json").is_file():
         yield "has no config.json, so it contains no Hugging Face model; give the model's folder"
         return

@@ -245,10 +245,10 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
     takes_answers = scorer in _BARE or ":" in scorer
     if answers and ((is_same and (takes_answers or any(earned))) or (takes_answers and max(c.reward for c in answers) <= 0)):
         first, same = answers[0], ", as an empty text does" if is_same else ""
-        lost = ", in which reward.answer_pattern finds nothing" if share.reward.answer_pattern and not first.answer else ""
-        told = f"task {share.name}: {first}, {first.completion!r:.60} as the completion{lost}, earns {first.reward:g}{same}"
+        lost = ", in which reward.answer_pattern finds nothing," if share.reward.answer_pattern and not first.answer else ""
+        told = f"task {share.name}: the completion {first.completion!r:.60} ({first}){lost} earns {first.reward:g}{same}"
         fix = "correct the reward, its pattern or the answers, unless the reward needs more than the bare answer"
-        yield FieldError(f"{place}reward.scorer", scorer, f"{told}, and none of the {len(answers)} tried earns more; {fix}")
+        yield FieldError(f"{place}reward.scorer", scorer, f"{told}, and none of {len(answers)} answers tried earns more; {fix}")
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:

@@ -18,7 +18,7 @@ PACKAGED = {
     "guess": ("environment", "pipelinerl.tasks.environments:GuessNumber"),
     "calculator": ("environment", "pipelinerl.tasks.environments:Calculator"),
 }
-"""`source` and `name` of the only task that each small model of this package can read."""
+"""`source` and `name` of the task for which each small model of this package is made. It also reads plain prompts of files."""
 
 Broken = Iterator[tuple[str, str]]
 """Pairs (dotted field, problem with its value)."""
@@ -167,7 +167,7 @@ def _rewards(recipe: Recipe) -> Broken:
         if share.task.source == "agent" and reward.overlong.buffer_tokens:
             yield f"{place}reward.overlong.buffer_tokens", "an agent's answer has no length in tokens; use 0"
         if share.task.source in ("environment", "agent", "verifiers") and reward.truncated == "zero":
-            yield f"{place}reward.truncated", f"source {share.task.source!r} does not report cut turns; use score or mask"
+            yield f"{place}reward.truncated", f"source {share.task.source!r} does not say if a turn was cut; use score or mask"
         if share.task.source == "verifiers" and reward.sandbox:
             yield f"{place}reward.sandbox", "a sandbox would block the servers that verifiers starts for an episode; use null"
 

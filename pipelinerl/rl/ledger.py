@@ -62,7 +62,7 @@ class Ledger:
         self._count("issued", len(ids))
 
     def close(self, sequence_ids: Iterable[str], outcome: Outcome, reason: str = "") -> None:
-        """Close sequences. FAILED needs a `reason`. Raises `LedgerViolation` if a sequence is not in flight."""
+        """Close sequences with an outcome; FAILED needs a `reason`. Raises `LedgerViolation` if one is not in flight."""
         ids = list(sequence_ids)
         for sequence_id in ids:
             if sequence_id not in self._in_flight:

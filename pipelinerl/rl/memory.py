@@ -62,12 +62,12 @@ class Model:
         379 KiB at 70B, where Llama 3 has 320. Most models need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
         dtype_bytes = 4 if recipe.model.dtype == "float32" else 2
         kv_bytes = kv_numbers * dtype_bytes or 128 * 1024 * math.sqrt(parameters / 8e9)
-        source = "by its config.json" if kv_numbers else "assumed, since its config.json is not on this machine"
+        source = "from its config.json" if kv_numbers else "assumed, since its config.json is not on this machine"
         return cls(parameters, kv_bytes, dtype_bytes, kv_source=source, **known)
 
     @property
     def kv_outline(self) -> str:
-        return f"{self.kv_bytes / 1024:.0f} KiB of KV cache a token ({self.kv_source})"
+        return f"{self.kv_bytes / 1024:.0f} KiB of KV cache per token ({self.kv_source})"
 
     @property
     def weights_bytes(self) -> float:
@@ -214,9 +214,9 @@ def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
 
 
 def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float = math.inf) -> tuple[float, float]:
-    """Return the memory of the trainer's snapshots on its device of `memory_gib`, which no actor uses, and in host memory. They
-    are in host memory with several ranks, with Gloo, and if they would take room for activations. Those of adapters are not
-    counted, because they are small."""
+    """Return the GiB of the trainer's snapshots on its device and in host memory. The device has `memory_gib`, and no actor
+    uses it. Snapshots are in host memory with several ranks, with Gloo, and if they would take room for activations. Snapshots
+    of adapters are not counted, because they are small."""
     if sends_adapters(recipe):
         return 0.0, 0.0
     copies = MOST_SNAPSHOTS + LOG_COPIES * bool(recipe.weights.log_place)

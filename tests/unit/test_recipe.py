@@ -468,7 +468,7 @@ def test_what_is_a_mistake_and_what_is_lacking(
         ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is not a safetensors file"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors, among the 1 weight"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "config.json"}}', "delete one, since actors may"),
-        ("adapter_config.json", b"{}", "has a LoRA adapter, which actors would not apply; merge it into its model"),
+        ("adapter_config.json", b"{}", "has a LoRA adapter, which actors would not apply; merge it into the model"),
         ("model.safetensors.index.json", b"[]", "model.safetensors.index.json is damaged; copy it again"),
     ],
 )
@@ -654,8 +654,8 @@ def test_a_pattern_that_takes_forever_costs_its_timeout(rehearsed: Callable[...,
     [
         ("my:right", "", (1.0, 1.0), 0.0, ""),
         ("my:right", "", (1.0, 0.5), 0.5, ""),
-        ("my:constant", "", (0.5, 0.5), 0.5, "'4' as the completion, earns 0.5, as an empty text does, and none of the 2"),
-        ("my:strict", "", (0.0, 0.0), None, "'4' as the completion, earns 0, and none of the 2 tried earns more"),
+        ("my:constant", "", (0.5, 0.5), 0.5, "the completion '4' (the reference answer of line 7) earns 0.5, as an empty text"),
+        ("my:strict", "", (0.0, 0.0), None, "(the reference answer of line 7) earns 0, and none of 2 answers tried earns more"),
         ("exact", r"#+ (\d)", (0.0, 0.0), 0.0, ", in which reward.answer_pattern finds nothing, earns 0, as an empty text"),
         ("regex", "", (0.0, 0.0), 0.0, ""),  # the reference is a pattern, and none that it matches is known
         ("regex", "", (1.0, 1.0), 1.0, "earns 1, as an empty text does"),
@@ -826,7 +826,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         ({"source": "tools", "path": "p.jsonl", "tools": ["a:f", "b:f"]}, "task.tools", "several functions of the same name"),
         ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
         ({"source": "agent", "command": "a", "path": "p"}, "reward.overlong.buffer_tokens", "answer has no length in tokens"),
-        ({"source": "agent", "command": "a", "path": "p"}, "reward.truncated", "does not report cut turns"),
+        ({"source": "agent", "command": "a", "path": "p"}, "reward.truncated", "does not say if a turn was cut"),
         ({"source": "agent", "command": "python agent.py"}, "task.path", "needs a file of problems here"),
     ],
 )
