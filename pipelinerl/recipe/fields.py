@@ -556,7 +556,7 @@ class LoraConfig(Section):
     """Linear layers that get adapters, given by the ends of their names, such as q_proj; `all-linear`: all but the output
     head."""
     send: Literal["adapter", "merged"] = "adapter"
-    """Content of weight updates. `adapter`: A and B, which actors apply beside their initial weights. `merged`: whole weights
+    """Content of weight updates. `adapter`: A and B, which actors apply on top of the initial weights. `merged`: whole weights
     with A and B merged in, for float32 only, because 16 bits would lose small updates."""
 
     @property
@@ -659,7 +659,7 @@ class EvaluationConfig(Section):
     temperature: float = Field(0.0, ge=0, le=2, description="Temperature of held-out answers; 0 = greedy.")
     samples: int = Field(1, ge=1, le=1024, description="Answers to each problem; above 1, pass@k is reported up to this k.")
     sets: list[ProblemSet] = []
-    """Further sets of problems to evaluate, beside the tasks' held-out problems. They are never trained on. At most
+    """Further sets of problems to evaluate, in addition to the tasks' held-out problems. They are never trained on. At most
     `task.heldout_problems` problems of each set are used."""
     timeout_s: Changeable[float] = Field(600.0, gt=0, description="Seconds until an evaluation ends with the answers so far.")
 

@@ -90,7 +90,7 @@ def _tasks(recipe: Recipe) -> Broken:
     names = [one.name for one in recipe.sets_by_place.values()]
     for place, one in recipe.sets_by_place.items():
         if place and (not one.name or names.count(one.name) > 1):
-            yield (f"{place}name", "each task and each set needs a unique name, by which its reward is found")
+            yield (f"{place}name", "each task and each set needs a unique name, which selects its reward")
         yield from ((f"{place}task.{field}", fix) for field, fix in _task(recipe, one.task))
 
 

@@ -18,8 +18,8 @@ count.
 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: A * H for full slots, a next group of n for each actor,
 and B for a waiting batch. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait, unless max_lag
-caused the wait. It falls if each of `limit / B + 1` successive steps leaves two or more complete groups over. Such a queue
-makes sequences older and feeds no step. The limit falls by a quarter of the smallest number left over, rounded up, in groups.
+caused the wait. It falls if each of `limit / B + 1` successive steps leaves two or more complete groups over. Groups
+left over at each step only make sequences older. The limit falls by a quarter of the smallest number left over, rounded up.
 Steps count only after all groups issued before the last change are complete. When an actor leaves, the limit returns to its
 ceiling, because the actor's samples stay in flight for up to half a minute.
 

@@ -97,7 +97,7 @@ def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
 
 
 def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
-    """Return the memory that a weight update needs on each accelerator outside vLLM's share. `ranks`: accelerators of an actor;
+    """Return the GiB that a weight update needs on each accelerator outside vLLM's share. `ranks`: accelerators of an actor;
     None = as in the recipe."""
     if loads_paused(recipe):
         return update_bytes(layer=model.layer_bytes * wire_bytes(recipe, model) / model.dtype_bytes) / GIB
@@ -105,9 +105,9 @@ def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
 
 
 def update_bytes(kept: float = 0, layer: float = 0) -> float:
-    """Return the memory that a weight update needs on an accelerator beside the live weights. `kept`: bytes of new weights that
-    wait there for the swap. `layer`: bytes of the largest decoder layer, if weights are loaded during the pause. vLLM then
-    holds a layer twice: as received, and as it is being filled."""
+    """Return the bytes that a weight update needs on an accelerator in addition to the live weights. `kept`: bytes of new
+    weights that wait there for the swap. `layer`: bytes of the largest decoder layer, if weights are loaded during the pause.
+    vLLM then holds a layer twice: as received, and as it is being filled."""
     return kept + 2 * layer + UPDATE_GIB * GIB
 
 
@@ -129,7 +129,7 @@ def adapter_parameters(recipe: Recipe, model: Model) -> float:
 
 
 def sent_bytes(recipe: Recipe, model: Model) -> float:
-    """Return the size of a version as actors receive it: adapters or whole weights."""
+    """Return the bytes of a version as actors receive it: adapters or whole weights."""
     return adapter_parameters(recipe, model) * model.dtype_bytes if sends_adapters(recipe) else model.weights_bytes
 
 
@@ -139,7 +139,7 @@ def wire_bytes(recipe: Recipe, model: Model) -> int:
 
 
 def engine_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
-    """Return the memory that vLLM needs on each accelerator: for weights, overhead, and the KV cache of one sequence of
+    """Return the GiB that vLLM needs on each accelerator: for weights, overhead, and the KV cache of one sequence of
     `model.max_context`. `ranks`: as in `update_gib`."""
     shared = (engine_bytes(recipe, model) + model.kv_bytes * recipe.model.max_context) / GIB
     return shared / (ranks or recipe.actor.engine.tensor_parallel_size) + ENGINE_GIB
@@ -205,7 +205,7 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
 
 
 def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
-    """Return the memory that a rank on an actor's GPU needs while it computes, and what it keeps while the actor generates. The
+    """Return the GiB that a rank on an actor's GPU needs while it computes, and that it keeps while the actor generates. The
     two are equal without `actor.colocate`. Snapshots are in host memory. The trainer must recompute activations
     (`trainer.gradient_checkpointing`)."""
     held = state_bytes(recipe, model) / GIB / (recipe.trainer.shard_ranks or recipe.trainer.ranks)

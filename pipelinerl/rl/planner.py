@@ -1,4 +1,4 @@
-"""Plan how to split accelerators between actors and trainer and how many sequences to keep in progress, and predict the rates.
+"""Plan the split of accelerators between actors and trainer and the number of sequences in progress, and predict the rates.
 
 The closed form of `throughput` proposes the fastest split whose largest lag the recipe allows, and the simulator runs it. If
 that split drops too many sequences as stale, another one with a lower largest lag or fewer actors is tried. Speeds are
