@@ -1,1 +1,1 @@
-"""Recipes: their fields, loading and checks, before anything starts."""
+"""Recipes: their fields, how they are loaded, and the checks before a run starts."""

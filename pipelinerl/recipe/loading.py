@@ -1,5 +1,5 @@
 """Load a recipe by name or file, apply `--set` overrides, and validate it. Errors describe every wrong field. Other functions
-write a recipe as YAML, and compare a run's first recipe with the one that resumes it."""
+write a recipe as YAML, and compare a run's stored recipe with the one that resumes it."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Return the field's path and the value in `a.b=value`, which is read as YAML. A field for text or a list of texts takes an
-    unquoted value literally if it is empty or has a YAML comment, such as `#(\\d+)$`. A field for text also takes invalid YAML
-    literally. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
+    """Return the field's path and the value in `a.b=value`, which is read as YAML. For a field of text or a list of texts, an
+    unquoted value that is empty or has a YAML comment, such as `#(\\d+)$`, is taken literally. For a field of text, so is
+    invalid YAML. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
@@ -122,7 +122,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _as_taken(kind: Any, text: str) -> str | list[str] | None:
-    """Return `text`, or else [text], if a field of type `kind` accepts it; otherwise None. For "", the list is empty."""
+    """Return `text` or `[text]`, the first of them that a field of type `kind` accepts, else None. "" gives the list []."""
     for value in (text, [text] if text else []):
         with contextlib.suppress(ValidationError):
             TypeAdapter(kind).validate_python(value)
@@ -137,7 +137,7 @@ def understood(overrides: Sequence[str]) -> list[str]:
 
 def find_recipe(name: str | Path) -> Path:
     """Return the recipe's file. `name` is its path, the path of a folder with a `recipe.yaml`, or the bare name of a recipe in
-    `recipes/` of the current folder, of the source tree or of the installation. Raises `FieldError`, with the known names."""
+    `recipes/` of the current folder, of the source tree or of the installation. Raises `FieldError` with the known names."""
     path, inside = Path(name), Path(name, "recipe.yaml")
     if found := path if path.is_file() else inside if inside.is_file() else known_recipes().get(str(name)):
         return found
@@ -148,15 +148,15 @@ def find_recipe(name: str | Path) -> Path:
 
 
 def known_recipes(*, shipped: bool = False) -> dict[str, Path]:
-    """Return the recipes' files by the bare names that `find_recipe` takes. `shipped`: only those that come with this package,
-    without `recipes/` of the current folder."""
+    """Return the files of recipes, keyed by the bare names that `find_recipe` takes. `shipped`: leave out `recipes/` of the
+    current folder, so only those that come with this package."""
     source_tree = Path(pipelinerl.__file__).resolve().parents[1]
     folders = (Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes"))
     return {found.stem: found for folder in reversed(folders[shipped:]) for found in sorted(folder.glob("*.yaml"))}
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe that `find_recipe` finds, with `overrides` of the form `a.b=value`. Raises `FieldError` (no such
+    """Return the recipe `name` (see `find_recipe`) with `overrides` of the form `a.b=value`. Raises `FieldError` (no such
     recipe), `YamlError` (with the line) or `RecipeError` (with all wrong fields)."""
     path = find_recipe(name)
     return recipe_from_data(found_beside(read_recipe(path), path.parent), str(path), overrides)
@@ -194,9 +194,9 @@ _WITH_PATHS = ("task", "tasks", "evaluation", "sets", "model")
 
 
 def modules_beside(recipe: Recipe, file: Path) -> Path | None:
-    """Return the folder of a recipe's file if it holds a module that the recipe names, such as reward.py for `reward:score`;
-    None if it holds none, or if it is the current folder, whose modules are found anyway. Raises `FieldError` if a module there
-    has the name of a library, because Python would import it in place of the library."""
+    """Return the folder of a recipe's file if a module that the recipe names is there, such as reward.py for `reward:score`.
+    Return None otherwise, and for the current folder, whose modules are found anyway. Raises `FieldError` if a module there
+    has the name of a library, because Python would import the module in place of the library."""
     beside = {path.stem: path for path in file.parent.glob("*.py")} | {
         path.parent.name: path.parent for path in file.parent.glob("*/__init__.py")
     }
@@ -211,7 +211,7 @@ def modules_beside(recipe: Recipe, file: Path) -> Path | None:
 
 def recipe_of_run(path: Path, option: str = "RUN") -> Recipe:
     """Return the recipe that a run has written to recipe.yaml in its folder. Raises `FieldError` for `option` if that file is
-    missing. If the file is invalid, `UserError` suggests the version that wrote it."""
+    missing. Raises `UserError` if it is invalid, for example because another version wrote it."""
     check_folder(path.parent, option)
     if not path.is_file():
         raise FieldError(option, str(path.parent), f"has no {path.name}; give the folder of a run, such as runs/NAME")

@@ -29,7 +29,7 @@ _SMOLLM2_PARAMETERS = 134_515_008
 _HUB_S = 20.0
 _ACTIVE_IN_NAME = re.compile(r"-A(\d+(?:\.\d+)?)B(?![a-z])", re.IGNORECASE)
 _COUNTED = 64
-"""Number of texts whose tokens are counted. They have the most characters; one of them almost always has the most tokens."""
+"""Number of texts to tokenise: those with the most characters. One of them almost always has the most tokens."""
 
 
 def model_folder(model: ModelConfig) -> Path | None:
@@ -45,7 +45,7 @@ def problems_in(folder: Path) -> Iterator[str]:
         yield "is not a folder; give one that contains a Hugging Face model"
         return
     if (folder / "adapter_config.json").is_file():
-        yield "has a LoRA adapter, which actors would not apply; merge it into its model, and give a folder without it"
+        yield "has a LoRA adapter, which actors would not apply; merge it into the model, and give the merged model's folder"
     if not (folder / "config.json").is_file():
         yield "has no config.json, so it contains no Hugging Face model; give the model's folder"
         return
@@ -72,7 +72,7 @@ def longest_context(folder: Path) -> int | None:
 
 
 def known_model(recipe: Recipe, parameters: float) -> Model:
-    """Return the recipe's model with `parameters` parameters and, if its config.json is on this machine, the facts in it."""
+    """Return the size of the recipe's model, from its number of `parameters` and, if on this machine, its config.json."""
     share = active_share(recipe.model, parameters)
     return Model.of(recipe, parameters, kv_numbers(recipe.model), active_share=share)
 
@@ -174,7 +174,7 @@ def header_of(path: Path) -> Mapping[str, Any]:
 
 
 def known_parameters(model: ModelConfig) -> int:
-    """Return the model's number of parameters without using the network; 0 if unknown. Raises like `parameters_in`."""
+    """Return the model's number of parameters without the network; 0 if unknown. Raises `FieldError` if a file is damaged."""
     if (folder := model_folder(model)) is None:
         return _SMOLLM2_PARAMETERS if model.source == "smollm2" else 0
     return parameters_in(folder)

@@ -114,8 +114,8 @@ def environment_with(modules: Path | None) -> dict[str, str]:
 
 
 def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *, prompts: bool = False) -> Examination:
-    """Check the recipe: make a held-out problem of each set, import the user's code, which may be in the folder `modules`, and
-    call the rewards on `reward_rows` problems of each set. With `prompts`, also render a prompt of each set; otherwise prompts
+    """Check the recipe: make a held-out problem of each set, import the user's code, and call the rewards on `reward_rows`
+    problems of each set. `modules`: folder of the user's code. `prompts`: also render a prompt of each set. Otherwise, prompts
     are rendered only if a template is used."""
     if reward_rows < 0:
         raise FieldError("--reward-rows", reward_rows, "give 0 to try no reward, or a larger number")
@@ -223,7 +223,7 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
         yield Lacking("trainer.optimizer", recipe.trainer.optimizer, "needs torchao; run make adamw8bit, or use adamw")
     if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
         yield Lacking("trainer.lora.rank", recipe.trainer.lora.rank, "needs peft: pip install peft, or use null")
-    # A tracker's package has the tracker's name. A folder of that name, which a tracker leaves behind, has no origin.
+    # A tracker's package has the tracker's name. If only a tracker's output folder has that name, the spec has no origin.
     found = {name: importlib.util.find_spec(name) for name in recipe.trackers}
     if missing := [name for name, spec in found.items() if spec is None or spec.origin is None]:
         fix = f"{' and '.join(missing)} not installed: pip install 'pipelinerl[{','.join(missing)}]', or leave it out"
@@ -245,7 +245,7 @@ def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Sour
         unknown = ((one.place, letter) for one in source.problems for letter in one.question if letter not in known)
         for place, letter in islice(unknown, 1):
             fix = f"{place} has {letter!r}, but the vocabulary of the small model {recipe.model.name!r} (model.name) lacks it"
-            other = "set model.source to another one: hub, path, checkpoint or smollm2"
+            other = "use another model: set model.source to hub, path, checkpoint or smollm2"
             yield FieldError("task.path", source.path, f"{fix}; {other}")
 
 
@@ -274,7 +274,7 @@ def _code(share: ProblemSet, environment: Mapping[str, str]) -> Iterator[FieldEr
             yield _of_field(field, path, error)
     if task.source == "agent":
         program, *arguments = shlex.split(task.command)
-        folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))  # The verifier uses the same.
+        folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))  # where the verifier looks, too
         script = Path(arguments[0] if arguments else "")
         if shutil.which(program, path=os.pathsep.join(folders)) is None:
             yield Lacking("task.command", task.command, "there is no such program here; give its path, or install it")

@@ -36,7 +36,7 @@ _MATHEMATICS = ("math", "math_boxed")
 _PACKAGES = {"math": ("mpmath",), "math_boxed": ("mpmath",), "json_schema": ("jsonschema",)}
 """Packages of scorers, which may be missing on a machine that only checks recipes."""
 _BARE = ("task", "exact", "code", *_MATHEMATICS)
-"""Scorers for which the bare reference answer is a right answer. For `math_boxed` it must be in a box."""
+"""Scorers for which the reference answer alone is a right answer; for `math_boxed`, with a box around it."""
 
 _OTHERS_TRIED = 6
 """Number of problems on which a user's function also gets the answer of another problem."""
@@ -46,7 +46,7 @@ _OTHERS_TRIED = 6
 class Call:
     """One call of a reward on a problem of the set `place` (a key of `Recipe.sets_by_place`). `completion`: text with the
     reference answer or with a near miss, or an empty text. `near_miss`: the wrong answer in it, if any. `forms`: pairs
-    (possible completion, answer in it); the first pair whose answer the reward finds becomes the completion. `answer`: what
+    (possible completion, answer in it); the first in which the reward finds that answer gives `completion`. `answer`: what
     `reward.answer_pattern` found, if anything. `status`: `ok`, or why the call gave no reward; empty before the call."""
 
     place: str
@@ -69,7 +69,7 @@ class Call:
 def rehearse(
     recipe: Recipe, sources: Mapping[str, Source], num_rows: int, environment: Mapping[str, str]
 ) -> tuple[list[Call], list[FieldError]]:
-    """Call the rewards on `num_rows` problems of each set with a source, on Linux only. Return the calls and the errors."""
+    """Call the rewards on `num_rows` problems of each set in `sources`, on Linux only. Return the calls and the errors."""
     left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
     tried = {place: one for place, one in recipe.sets_by_place.items() if (one.reward.scorer, one.task.source) not in left_out}
     shares = {place: one for place, one in tried.items() if place in sources and not one.task.is_episodic}
@@ -156,7 +156,7 @@ def reads(share: ProblemSet, *answers: str) -> bool:
 def written(pattern: str, answer: str) -> str:
     """Return a text that `pattern` matches in most cases, with `answer` (not empty) as group 1. It has the first of several
     alternatives, the fewest repetitions, and one space in place of blanks or arbitrary text."""
-    frames, is_found, atom = [("", [""])], False, ""  # (opening, text of each alternative); text that a repetition repeats
+    frames, is_found, atom = [("", [""])], False, ""  # frames: (opening, each alternative's text); atom: what `times` repeats
     for token, times in _TOKEN.findall(pattern):
         if token[0] == "(":
             is_answer = not is_found and (token == "(" or token.startswith("(?P<"))
@@ -205,7 +205,7 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
     """Yield an error for each set whose reward fails. A reference that cannot be scored is a mistake in its row, so it counts
-    only if no reference can be scored. For this, empty completions do not count: a scorer may ignore the reference for them."""
+    only if no reference can be scored. Empty completions do not count here: a scorer may ignore the reference for them."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]
@@ -238,21 +238,21 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
 
 def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
     """Yield a warning if nothing could be learned: no reference answer earns a reward, or all earn the same as an empty text.
-    Scorers that do not accept a bare reference as an answer may reward none of them."""
+    Rewards of 0 cause no warning if the scorer does not accept a reference answer alone."""
     scorer, good = share.reward.scorer, [call for call in calls if call.status == "ok"]
     answers, earned = [call for call in good if call.completion], {call.reward for call in good}
     is_same = len(earned) == 1 and len(answers) < len(good)
     takes_answers = scorer in _BARE or ":" in scorer
     if answers and ((is_same and (takes_answers or any(earned))) or (takes_answers and max(c.reward for c in answers) <= 0)):
         first, same = answers[0], ", as an empty text does" if is_same else ""
-        lost = ", in which reward.answer_pattern finds nothing" if share.reward.answer_pattern and not first.answer else ""
-        told = f"task {share.name}: {first}, {first.completion!r:.60} as the completion{lost}, earns {first.reward:g}{same}"
+        lost = ", in which reward.answer_pattern finds nothing," if share.reward.answer_pattern and not first.answer else ""
+        told = f"task {share.name}: the completion {first.completion!r:.60} ({first}){lost} earns {first.reward:g}{same}"
         fix = "correct the reward, its pattern or the answers, unless the reward needs more than the bare answer"
-        yield FieldError(f"{place}reward.scorer", scorer, f"{told}, and none of the {len(answers)} tried earns more; {fix}")
+        yield FieldError(f"{place}reward.scorer", scorer, f"{told}, and none of {len(answers)} answers tried earns more; {fix}")
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield a warning for each mathematics reference that is prose, earns too little, or earns no more than a near miss."""
+    """Yield warnings about mathematics references that are prose, fail or earn too little, and near misses earning as much."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):
@@ -339,7 +339,7 @@ def _tokenizer(recipe: Recipe) -> Path | None:
 
 
 def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Preview) -> Iterator[FieldError]:
-    """Yield warnings about the chat template, and about rows whose text contains a control token, which stays plain text."""
+    """Yield warnings about the chat template, patterns with special tokens, and prompts that spell out a control token."""
     model, spellings, special = recipe.model, Spellings(set(found.control)), Spellings(set(found.special))
     yield from (FieldError(*doubt) for doubt in found.doubts)
     if model.chat_template and not any(_uses_template(one) or one.task.is_episodic for one in recipe.sets_by_place.values()):

@@ -18,7 +18,7 @@ PACKAGED = {
     "guess": ("environment", "pipelinerl.tasks.environments:GuessNumber"),
     "calculator": ("environment", "pipelinerl.tasks.environments:Calculator"),
 }
-"""`source` and `name` of the only task that each small model of this package can read."""
+"""`source` and `name` of the task for which each small model of this package is made. It also reads plain prompts of files."""
 
 Broken = Iterator[tuple[str, str]]
 """Pairs (dotted field, problem with its value)."""
@@ -90,16 +90,16 @@ def _tasks(recipe: Recipe) -> Broken:
     names = [one.name for one in recipe.sets_by_place.values()]
     for place, one in recipe.sets_by_place.items():
         if place and (not one.name or names.count(one.name) > 1):
-            yield (f"{place}name", "each task and each set needs a unique name, by which its reward is found")
+            yield (f"{place}name", "each task and each set needs a unique name, which selects its reward")
         yield from ((f"{place}task.{field}", fix) for field, fix in _task(recipe, one.task))
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
-    """Yield pairs (field of `TaskConfig`, problem). If the recipe's small model cannot read the task, this comes first."""
+    """Yield pairs (field of `TaskConfig`, problem). If the recipe's small model cannot read the task, that comes first."""
     from_file = task.source == "jsonl" and task.prompt_style == "plain"  # `preflight` checks the characters of such prompts
     if recipe.model.source == "package" and recipe.model.name in PACKAGED and not from_file:
         source, name = PACKAGED[recipe.model.name]
-        other = "set model.source to another one: hub, path, checkpoint or smollm2"
+        other = "use another model: set model.source to hub, path, checkpoint or smollm2"
         fix = f"the small model {recipe.model.name!r} (model.name) reads only compact prompts of {name} ({source}); {other}"
         if task.source != source:
             yield "source", fix
@@ -128,7 +128,7 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
     if bool(task.tools) != (task.source == "tools"):
         yield "tools", f"source {task.source!r} {'needs functions' if task.source == 'tools' else 'uses none; leave it out'}"
     if len({path.rpartition(":")[2] for path in task.tools}) < len(task.tools):
-        yield "tools", "has several functions of the same name, by which the policy calls them; rename one, or leave it out"
+        yield "tools", "has several functions of the same name, but the policy calls them by name; rename one, or leave it out"
     if bool(task.command) != (task.source == "agent"):
         yield "command", f"source {task.source!r} {'needs a program' if task.source == 'agent' else 'runs none; leave it out'}"
     try:
@@ -168,7 +168,7 @@ def _rewards(recipe: Recipe) -> Broken:
         if share.task.source == "agent" and reward.overlong.buffer_tokens:
             yield f"{place}reward.overlong.buffer_tokens", "an agent's answer has no length in tokens; use 0"
         if share.task.source in ("environment", "agent", "verifiers") and reward.truncated == "zero":
-            yield f"{place}reward.truncated", f"source {share.task.source!r} does not report cut turns; use score or mask"
+            yield f"{place}reward.truncated", f"source {share.task.source!r} does not say if a turn was cut; use score or mask"
         if share.task.source == "verifiers" and reward.sandbox:
             yield f"{place}reward.sandbox", "a sandbox would block the servers that verifiers starts for an episode; use null"
 
@@ -188,7 +188,7 @@ def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
     if task.source in ("environment", "verifiers"):
         own = f"the environment gives the reward (task.source = {task.source!r})"
         if reward.scorer != "task":
-            yield "scorer", f"{own}; use the scorer task here (this task can have a `reward` section)"
+            yield "scorer", f"{own}; use the scorer task (each of several tasks can have a `reward` section)"
         yield from ((name, f"is ignored: {own}; leave it out for this task") for name in _OF_COMPLETIONS if name in told)
     for name, scorer in _OF_SCORER.items():
         if name in told and reward.scorer != scorer:
@@ -230,7 +230,7 @@ def _schedule(recipe: Recipe) -> Broken:
     if trainer.schedule == "wsd" and left < 1:
         yield "trainer.warmup_steps", f"leaves no decay steps for {schedule} (trainer.steps is {trainer.steps}); lower it"
     elif trainer.schedule == "wsd" and not 1 <= decay <= left:
-        yield "trainer.decay_steps", f"use 1 to {left}: {schedule} decays over at most all steps after warm-up"
+        yield "trainer.decay_steps", f"use 1 to {left}: {schedule} can decay only over the steps after warm-up"
     if trainer.schedule != "wsd" and decay:
         yield "trainer.decay_steps", f"{schedule} does not use this field; use 0 here, or the schedule wsd"
     if trainer.schedule == "constant" and trainer.final_learning_rate:

@@ -1,4 +1,4 @@
-"""Compute, for an autoscaler, how many actors would keep the trainer busy within the lag bound. Pure.
+"""Compute, for an autoscaler, how many actors would keep the trainer busy within the lag bound.
 
 **Consumption.** A step uses up n sequences (trained, dropped or failed) in s seconds, not counting its waits for sequences. The
 trainer could thus consume `C = n / s` sequences a second. C is the median over the last steps.
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pipelinerl.v1.actor_pb2 import ActorState
 
 STEPS = 20
-"""Number of latest steps whose median is the consumption."""
+"""Number of latest steps over which the median of the consumption is taken."""
 FEWEST_STEPS = 3
 FEWEST_BUSY_S = 60.0
 """Busy seconds, summed over actors, that a measurement of production needs."""

@@ -1,10 +1,10 @@
 """Decide how many prompt groups may be issued and which of their sequences may be trained on; compute advantages and lag.
 
 **The feeder's bound.** Every step consumes exactly K = B / n groups. A group is *lost* if none of its samples is trained on;
-then another group replaces it. Let N(v) be the number of groups issued and not lost while v is served. The bound counts
-groups, because a count of sequences would loosen with every failed sample.
+then another group replaces it. Let N be the number of groups issued and not lost since the run's start. The bound counts
+groups, because a bound on sequences would loosen with every failed sample.
 
-With max_lag, keep `N(v) <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then at most
+With max_lag, keep `N <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then at most
 number `(v + 1 + max_lag) * K` in order of issue. A trainer that consumes in that order uses it at version `v + max_lag` or
 before, so its tokens have lag <= max_lag. Groups finish out of order, so the trainer checks the lag of every sequence. A group
 that is too old is lost and leaves N, so the bound never starves the trainer. v is the oldest version that any actor serves.
@@ -18,8 +18,8 @@ count.
 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: A * H for full slots, a next group of n for each actor,
 and B for a waiting batch. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait, unless max_lag
-caused the wait. It falls if each of `limit / B + 1` successive steps leaves two or more complete groups over. Such a queue
-makes sequences older and feeds no step. The limit falls by a quarter of the smallest number left over, rounded up, in groups.
+caused the wait. It falls if each of `limit / B + 1` successive steps leaves two or more complete groups over. Groups
+left over at each step only make sequences older. The limit falls by a quarter of the smallest number left over, rounded up.
 Steps count only after all groups issued before the last change are complete. When an actor leaves, the limit returns to its
 ceiling, because the actor's samples stay in flight for up to half a minute.
 
@@ -91,8 +91,8 @@ class IssuedGroups(NamedTuple):
 
 
 class IssueBounds:
-    """The staleness bound and, in pipeline mode, the freshness limit. Arguments: `unlost`, the number of groups issued and not
-    lost since the start of the run; `version`, the oldest version that an actor serves."""
+    """The staleness bound and, in pipeline mode, the freshness limit. In the methods, `unlost` is the number of groups issued
+    and not lost since the start of the run, and `version` is the oldest version that an actor serves."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -295,7 +295,7 @@ def equally_right(samples: Iterable[Sequence]) -> bool:
 
 
 CUTTING = ("ppo_clip", "grpo", "gspo")
-"""Losses that give no gradient to tokens with a ratio beyond their clip range."""
+"""Losses that give a token no gradient once its ratio has left the clip range in the direction of its advantage."""
 MOST_CUT, CUT_STEPS = 0.25, 10
 """Largest acceptable share of clipped tokens, averaged over this number of steps. GSPO's authors report about 0.15."""
 
@@ -311,7 +311,7 @@ def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
 
 
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
-"""Labels of lag buckets, in ascending order. Widths double because one more step matters at lag 1 and hardly at lag 100."""
+"""Labels of lag buckets, in ascending order. Widths double because one more step matters at lag 1 but hardly at lag 100."""
 _LARGEST_LAG_OF_BUCKET = np.array((0, 1, 2, 4, 8, 16))
 """Inclusive upper edge of each bucket but the last, in optimizer steps."""
 

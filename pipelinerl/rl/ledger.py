@@ -1,7 +1,7 @@
 """Account for every sequence: `issued = trained + dropped_stale + dropped_filtered + failed + in_flight`.
 
 `Ledger` has two events, issue and close, each O(1) per sequence. If the equation breaks, our code is wrong and the run stops.
-`SequenceTracker` keeps the ledger and the open groups consistent. Pure state; a checkpoint stores `to_state`.
+`SequenceTracker` keeps the ledger and the open groups consistent. Neither does IO; checkpoints store the result of `to_state`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Ledger:
         self._count("issued", len(ids))
 
     def close(self, sequence_ids: Iterable[str], outcome: Outcome, reason: str = "") -> None:
-        """Close sequences. FAILED needs a `reason`. Raises `LedgerViolation` if a sequence is not in flight."""
+        """Close sequences with an outcome; FAILED needs a `reason`. Raises `LedgerViolation` if one is not in flight."""
         ids = list(sequence_ids)
         for sequence_id in ids:
             if sequence_id not in self._in_flight:
@@ -267,8 +267,8 @@ class SequenceTracker:
         return {"ledger": self.ledger.to_state(), "groups": state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `to_state` returned, without recording an event. Samples of open groups that are not in flight have
-        ended, and count as arrived. Raises `LedgerViolation`."""
+        """Restore what `to_state` returned, without recording an event. In an open group, a sample that is not in
+        flight has ended, and counts as arrived. Raises `LedgerViolation`."""
         groups = state["groups"]
         self.ledger = Ledger.from_state(state["ledger"])
         self.issued_groups, self.lost_groups = groups["issued"], groups["lost"]
@@ -301,13 +301,13 @@ MEANINGS = {
     "reward_crashed": "the reward raised an exception, or its process died twice on this item",
     "reward_out_of_memory": "the reward needed more than reward.memory_mib",
     "reward_bad_reward": "the reward is not a finite number within reward.max_abs",
-    "reward_bad_reference": "the problem's reference lacks a value that the scorer needs",
+    "reward_bad_reference": "a value that the scorer needs is missing or invalid in the problem's reference",
     "reward_unknown_task": "the verifier's recipe does not have this task",
     "episode_timeout": "the episode took longer than task.episode_timeout_s, or its environment than task.answer_timeout_s",
     "episode_crashed": "the environment or agent raised an exception or failed in another way, and the policy was not at fault",
     "episode_out_of_memory": "the episode needed more than reward.memory_mib",
     "episode_bad_reward": "the episode's reward or a metric is not a finite number, or the reward exceeds reward.max_abs",
-    "episode_bad_reference": "the problem's reference lacks a value that the episode needs",
+    "episode_bad_reference": "a value that the episode needs is missing or invalid in the problem's reference",
     "episode_unknown_task": "the verifier's recipe does not have this task",
     "turn_timeout": "a turn took longer than task.turn_timeout_s",
     "unknown_task": "the actor's recipe does not have the episode's task: give the actor the trainer's recipe",
@@ -331,7 +331,7 @@ MEANINGS = {
     "unreadable": "the message does not parse or contradicts itself, but its id is known",
     "contradicts its group": "the sequence states a group size that differs from the issued one",
     "longer than the context": "prompt and completion exceed model.max_context",
-    "token outside the vocabulary": "the completion has a token that the model does not have",
+    "token outside the vocabulary": "the prompt or completion has a token that the model does not have",
     SKIPPED: "the loss or gradient of the sequence's batch was not finite; the step changed no weight",
     "group incomplete": "this sample is valid, but its group has too few valid samples for the baseline",
     StaleReason.LAG.value: "the lag of the oldest token, or the mean lag, exceeds algorithm.max_lag",

@@ -1,9 +1,9 @@
-"""Data sheets of accelerators, and estimates of the memory that a run needs on them. Pure.
+"""Data sheets of accelerators, and estimates of the memory that a run needs on them.
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds weights, gradients and optimizer state. Estimates need
 a model's size and, if possible, the size of its KV cache per token. In a mixture of experts, memory counts all experts, and
-compute only those that a token visits. Activations get `ENGINE_GIB` on an actor's accelerator, and 1 - `MODEL_STATE_SHARE` of
-the memory on a rank's. Replicated tensors and other processes on the device are not counted.
+compute only those that a token visits. Activations get `ENGINE_GIB` on an actor's accelerator, and the share
+1 - `MODEL_STATE_SHARE` on a trainer rank's. Replicated tensors and other processes on the device are not counted.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class Model:
 
     @classmethod
     def of(cls, recipe: Recipe, parameters: float, kv_numbers: int = 0, **known: Any) -> Model:
-        """Return the recipe's model; `known` has further fields. `kv_numbers`: numbers in the KV cache of one token. If it is 0
+        """Return the recipe's model; `known`: other fields. `kv_numbers`: numbers per token in the KV cache. If it is 0
         (unknown), `kv_bytes` is estimated as in Llama 3 8B, 128 KiB per token, scaled by the square root of the size. This is
         379 KiB at 70B, where Llama 3 has 320. Most models need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
         dtype_bytes = 4 if recipe.model.dtype == "float32" else 2
         kv_bytes = kv_numbers * dtype_bytes or 128 * 1024 * math.sqrt(parameters / 8e9)
-        source = "by its config.json" if kv_numbers else "assumed, since its config.json is not on this machine"
+        source = "from its config.json" if kv_numbers else "assumed, since its config.json is not on this machine"
         return cls(parameters, kv_bytes, dtype_bytes, kv_source=source, **known)
 
     @property
     def kv_outline(self) -> str:
-        return f"{self.kv_bytes / 1024:.0f} KiB of KV cache a token ({self.kv_source})"
+        return f"{self.kv_bytes / 1024:.0f} KiB of KV cache per token ({self.kv_source})"
 
     @property
     def weights_bytes(self) -> float:
@@ -97,7 +97,7 @@ def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
 
 
 def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
-    """Return the memory that a weight update needs on each accelerator outside vLLM's share. `ranks`: accelerators of an actor;
+    """Return the GiB that a weight update needs on each accelerator outside vLLM's share. `ranks`: accelerators of an actor;
     None = as in the recipe."""
     if loads_paused(recipe):
         return update_bytes(layer=model.layer_bytes * wire_bytes(recipe, model) / model.dtype_bytes) / GIB
@@ -105,9 +105,9 @@ def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
 
 
 def update_bytes(kept: float = 0, layer: float = 0) -> float:
-    """Return the memory that a weight update needs on an accelerator beside the live weights. `kept`: bytes of new weights that
-    wait there for the swap. `layer`: bytes of the largest decoder layer, if weights are loaded during the pause. vLLM then
-    holds a layer twice: as received, and as it is being filled."""
+    """Return the bytes that a weight update needs on an accelerator in addition to the live weights. `kept`: bytes of new
+    weights that wait there for the swap. `layer`: bytes of the largest decoder layer, if weights are loaded during the pause.
+    vLLM then holds a layer twice: as received, and as it is being filled."""
     return kept + 2 * layer + UPDATE_GIB * GIB
 
 
@@ -129,7 +129,7 @@ def adapter_parameters(recipe: Recipe, model: Model) -> float:
 
 
 def sent_bytes(recipe: Recipe, model: Model) -> float:
-    """Return the size of a version as actors receive it: adapters or whole weights."""
+    """Return the bytes of a version as actors receive it: adapters or whole weights."""
     return adapter_parameters(recipe, model) * model.dtype_bytes if sends_adapters(recipe) else model.weights_bytes
 
 
@@ -139,7 +139,7 @@ def wire_bytes(recipe: Recipe, model: Model) -> int:
 
 
 def engine_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
-    """Return the memory that vLLM needs on each accelerator: for weights, overhead, and the KV cache of one sequence of
+    """Return the GiB that vLLM needs on each accelerator: for weights, overhead, and the KV cache of one sequence of
     `model.max_context`. `ranks`: as in `update_gib`."""
     shared = (engine_bytes(recipe, model) + model.kv_bytes * recipe.model.max_context) / GIB
     return shared / (ranks or recipe.actor.engine.tensor_parallel_size) + ENGINE_GIB
@@ -205,7 +205,7 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
 
 
 def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
-    """Return the memory that a rank on an actor's GPU needs while it computes, and what it keeps while the actor generates. The
+    """Return the GiB that a rank on an actor's GPU needs while it computes, and that it keeps while the actor generates. The
     two are equal without `actor.colocate`. Snapshots are in host memory. The trainer must recompute activations
     (`trainer.gradient_checkpointing`)."""
     held = state_bytes(recipe, model) / GIB / (recipe.trainer.shard_ranks or recipe.trainer.ranks)
@@ -214,9 +214,9 @@ def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
 
 
 def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float = math.inf) -> tuple[float, float]:
-    """Return the memory of the trainer's snapshots on its device of `memory_gib`, which no actor uses, and in host memory. They
-    are in host memory with several ranks, with Gloo, and if they would take room for activations. Those of adapters are not
-    counted, because they are small."""
+    """Return the GiB of the trainer's snapshots on its device and in host memory. The device has `memory_gib`, and no actor
+    uses it. Snapshots are in host memory with several ranks, with Gloo, and if they would take room for activations. Snapshots
+    of adapters are not counted, because they are small."""
     if sends_adapters(recipe):
         return 0.0, 0.0
     copies = MOST_SNAPSHOTS + LOG_COPIES * bool(recipe.weights.log_place)

@@ -137,7 +137,7 @@ class StepPlan:
 Prompt = tuple[Hashable, int]
 """Key of a prompt, and its number of tokens."""
 PIECES = (1, 4, 16, 0)
-"""Divisors of the token budget: a piece has at most budget / divisor tokens; 0 puts each sequence in its own piece. Small
+"""Divisors of the token budget: several sequences share a piece of at most budget / divisor tokens; 0 = no sharing. Small
 pieces can be spread evenly over ranks; large ones compute a prompt less often."""
 COPIES_OF_A_TOKEN = 5
 """Number of copies of a prompt token that take as much memory as one computed token. Copies exist only in attention."""
@@ -233,7 +233,7 @@ def _total(members: Sequence[int], cost: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class _Planner:
-    """Plans for the sequences of one step."""
+    """Distributes the sequences of one step over micro-batches."""
 
     lengths: list[int]
     cost: Sequence[float]

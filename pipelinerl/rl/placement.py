@@ -1,4 +1,4 @@
-"""Placement of a local run: which GPU each trainer rank and each actor gets, and what `auto` means on this machine. Pure.
+"""Placement of a local run: which GPU each trainer rank and each actor gets, and what `auto` means on this machine.
 
 A GPU belongs to one process, with one exception: on a single GPU, or with `actor.colocate`, the trainer's only rank and the
 only actor share it. vLLM then gets the memory that the trainer and weight updates leave.
@@ -203,7 +203,7 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
 def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tuple[int, int]:
     """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly spread up to `max_tokens`. If
     the sheet or the model's size is unknown, each side gets about half. If there are too few GPUs, return the fewest ranks and
-    0 actors."""
+    0 actors. With MIG instances, there is only one rank."""
     size, fewest = recipe.actor.engine.tensor_parallel_size, rank_unit(recipe)
     actors = max(1, len(free) // 2 // size)
     if any(device.is_instance for device in free):
@@ -223,8 +223,8 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
 
 
 def _most_ranks(recipe: Recipe, free: Sequence[Device], model: Model | None, limit: int) -> int:
-    """Return the largest number of ranks up to `limit` whose GPUs hold the model's states, or `limit` if none does. `free`
-    begins with the GPUs that have the most free memory. MIG instances cannot form a group of ranks."""
+    """Return the largest multiple of `rank_unit` up to `limit` that is enough ranks to hold the model's states. If none is,
+    return the largest. `free` begins with the GPUs of the most free memory. MIG instances cannot form a group of ranks."""
     if any(device.is_instance for device in free):
         return min(limit, 1)
     unit = rank_unit(recipe)
@@ -321,7 +321,7 @@ def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> 
 
 
 def _cannot_compute(recipe: Recipe, device: Device) -> FieldError:
-    fix = f"{device.name} cannot compute in it (compute capability 8.0 can); use float32, or another GPU"
+    fix = f"{device.name} cannot compute in it (compute capability 8.0 is needed); use float32, or another GPU"
     return FieldError("model.dtype", recipe.model.dtype, fix)
 
 

@@ -1,4 +1,4 @@
-"""Plan how to split accelerators between actors and trainer and how many sequences to keep in progress, and predict the rates.
+"""Plan the split of accelerators between actors and trainer and the number of sequences in progress, and predict the rates.
 
 The closed form of `throughput` proposes the fastest split whose largest lag the recipe allows, and the simulator runs it. If
 that split drops too many sequences as stale, another one with a lower largest lag or fewer actors is tried. Speeds are
@@ -39,14 +39,14 @@ NETWORK = 12.5e9
 CONTROL_S = 0.25e-3
 """Seconds per actor for an update's messages, measured with 1,000 members (benchmarks/README.md, control_channel)."""
 AS_FAST = 0.99
-"""Splits with at least this share of the highest rate count as equally fast, because estimates are not more exact."""
+"""Splits with at least this share of the highest rate count as equally fast, because estimates are no more exact."""
 IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FASTEST_STEP_S = 2e-3
 """Shortest decode step that a data sheet predicts well. Engines add milliseconds to each step."""
 _MOST_SPLITS = 4096
 """Approximate maximum number of actor counts that are tried for each H."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
-"""Maximum numbers of version spans and sequences in a simulation. Of a larger system, only a part is simulated."""
+"""Maximum numbers of version spans and sequences in a simulation. Only a part of a larger system is simulated."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def rate(self) -> float:
-        """Tokens/s trained on."""
+        """Tokens/s that the whole system trains on."""
         return self.played.rate / self.share
 
 
@@ -209,8 +209,8 @@ def make_plan(
         _why_this_h(h, sequences_in_progress, most),
         f"{counted(h, 'sequence')}, each with {held:,.0f} tokens of prompt and unfinished completion on average, "
         f"take {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
-        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; beside activations, "
-        f"at most {machine.memory_gib * MODEL_STATE_SHARE:.0f} fit, so at least {counted(fewest, 'rank')} must share the state",
+        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; activations leave room for "
+        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB, so at least {counted(fewest, 'rank')} must share the state",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for each "
         f"weight update ({update_s:.2g} s) adds to it",
         *([f"unused: {counted(unused, 'accelerator')} of {num_accelerators:,}, because {takes}"] if unused else []),

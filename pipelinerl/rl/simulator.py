@@ -112,7 +112,7 @@ _Process = Iterator[_Wait]
 
 @dataclass(slots=True, eq=False)
 class _Actor:
-    """H slots and the decode steps over them. A sequence that begins at decode step c ends at step c + its length."""
+    """A simulated actor with H slots. A sequence that begins at decode step c ends at step c + its length."""
 
     count: int = 0
     since: float = 0.0

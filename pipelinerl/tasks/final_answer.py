@@ -23,7 +23,7 @@ _BEGINS_THOUGHT = r"<(?:think|thinking|thought|reasoning)>|\[THINK\]|◁think▷
 _ENDS_THOUGHT = r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]|◁/think▷"
 
 FOUND_NONE = "reward.answer_pattern found no answer"
-"""Reason of a reward of 0 for a completion in which no answer was found."""
+"""Message of a reward of 0 if no answer was found in the completion."""
 
 
 def thoughts(text: str, prompt: str = "") -> list[tuple[int, int]]:
@@ -39,7 +39,7 @@ def thoughts(text: str, prompt: str = "") -> list[tuple[int, int]]:
 
 
 def outside(ranges: Sequence[tuple[int, int]], text: str) -> str:
-    """Return `text` without the ranges, which are in order, with its parts on lines of their own."""
+    """Return `text` without the ranges, which are in order. Line ends separate the remaining parts."""
     starts, stops = [0, *(stop for _, stop in ranges)], [*(start for start, _ in ranges), len(text)]
     return "\n".join(text[start:stop] for start, stop in zip(starts, stops, strict=True)).strip()
 

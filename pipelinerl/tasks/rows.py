@@ -179,7 +179,7 @@ def _jsonl_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Va
 
 
 def _decoded(line: bytes, number: int = 1) -> str:
-    """Return the text of a file's line `number`. Raises `BadRow` if it is not UTF-8, or if a quarter of it is zeros."""
+    """Return the text of a file's line `number`. Raises `BadRow` if it is not UTF-8, or if a quarter of its bytes are 0."""
     try:
         text = line.decode()
         if 4 * line.count(0) < len(line):
@@ -289,7 +289,7 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
     is_folder = Path(config.path).is_dir()
     commit = None if is_folder else _commit(config)
     was_offline = datasets.config.HF_HUB_OFFLINE
-    # Offline mode avoids half a minute of retries. `load_dataset` has no argument for it, and reads the variable at import.
+    # Offline mode avoids half a minute of retries. `load_dataset` has no argument for it; its variable is read at import.
     datasets.config.HF_HUB_OFFLINE = was_offline or not (is_folder or commit)
     try:
         found = datasets.load_dataset(
@@ -301,7 +301,7 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
         )
         if not is_folder and commit is None and config.revision:
             _check_cached_commit(config, found)
-        # Images and sounds are no part of a problem, and would need further packages.
+        # Images and sounds are left out: problems do not use them, and reading them needs further packages.
         kinds = (found.features or {}).items()
         media = [name for name, kind in kinds if hasattr(kind, "decode") and type(kind).__name__ != "Json"]
         for number, row in enumerate(found.remove_columns(media), start=1):

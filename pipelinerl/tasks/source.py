@@ -303,13 +303,13 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             return f"has {message!r:.100}, which is not a message; give an object whose role and content are texts"
     if not messages or messages[-1]["role"] == "assistant":
-        return "must end with a message that the policy answers, not with one of the assistant"
+        return "must end with a message for the policy to answer, not with one of role assistant"
     return ""
 
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
     """Return the reference answer, and the whole row if a reward may need more than the texts of prompt and answer. Raises
-    `BadRow` without an answer. Environments, agents and conversations need an answer only if the recipe sets `answer_field`."""
+    `BadRow` if a required answer is missing. Environments, agents and conversations need one only if `answer_field` is set."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default

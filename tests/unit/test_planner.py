@@ -220,11 +220,11 @@ def test_the_command_prints_a_plan_and_its_reasons(
     said = capsys.readouterr().out
     assert said.startswith("r: a plan for 9 accelerators (mine); all times are modelled\n")
     assert f"{plan['actors']} of 1 accelerator" in said
-    assert "; 1 KiB of KV cache a token (assumed, since its config.json is not on this machine)\n" in said
+    assert "; 1 KiB of KV cache per token (assumed, since its config.json is not on this machine)\n" in said
     assert f"100 steps take {plan['run_h']:.3g} h" in said
     assert all(f"  - {reason}\n" in said for reason in plan["reasons"])
     assert main([*command, "--kv-kib-per-token", "2"]) == 0
-    assert "; 2 KiB of KV cache a token (as given)\n" in capsys.readouterr().out
+    assert "; 2 KiB of KV cache per token (as given)\n" in capsys.readouterr().out
     for key, value, problem in (
         ("kv_gib", 1e-9, "does not hold one sequence"),
         (

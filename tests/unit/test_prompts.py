@@ -348,7 +348,7 @@ def test_tools_and_a_long_prompt_are_shown_as_the_policy_sees_them(tmp_path: Pat
     [
         ({"chat_template_kwargs": {"messages": []}}, "'messages' cannot be set; name a variable that the template reads"),
         ({"chat_template_kwargs": {"enable thinking": 1}}, "'enable thinking' cannot be set"),
-        ({"chat_template_kwargs": {"day": float("nan")}}, "use texts, numbers, true, false, null, and lists and mappings of"),
+        ({"chat_template_kwargs": {"day": float("nan")}}, "use strings, numbers, true, false, null, and lists and mappings of"),
         ({"chat_template": "plain.txt"}, "contains no Jinja, such as {{ messages }}; give a chat template"),
         ({"chat_template": "bytes"}, "cannot be read: 'utf-8' codec can't decode byte 0xff"),
     ],

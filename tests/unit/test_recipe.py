@@ -263,7 +263,7 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("model={source: hub}", "model.name", "is empty: model.source = 'hub' needs a Hugging Face id"),
         ("model={source: hub, name: guess}", "model.name", "is a small model of this package, not of the hub"),
         ("model={source: package, name: x}", "model.name", "is not a small model of this package; use"),
-        ("trainer={steps: 20, schedule: wsd}", "trainer.decay_steps", "0: use 1 to 20: trainer.schedule = 'wsd' decays"),
+        ("trainer={steps: 20, schedule: wsd}", "trainer.decay_steps", "0: use 1 to 20: trainer.schedule = 'wsd' can decay"),
         ("trainer={steps: 9, schedule: wsd, warmup_steps: 5, decay_steps: 5}", "trainer.decay_steps", "use 1 to 4: trainer"),
         ("trainer={steps: 9, schedule: wsd, warmup_steps: 9, decay_steps: 1}", "trainer.warmup_steps", "leaves no decay st"),
         ("algorithm.advantage=group_mean sampling.group_size=1", "algorithm.advantage", "larger groups, or the advantage"),
@@ -274,7 +274,7 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("reward.overlong.penalty=0.5", "reward.overlong.penalty", "has no effect"),
         ("reward.sandbox=true", "reward.sandbox", "applies only to programs and functions"),
         ("reward.correct=20000", "reward.correct", "is beyond ±reward.max_abs (10000)"),
-        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use the scorer task here"),
+        (f"{GAMES}, reward: {{scorer: math}}}}]", "evaluation.sets.0.reward.scorer", "use the scorer task (each"),
         (f"{GAMES}, reward: {{answer_pattern: '(a)'}}}}]", "evaluation.sets.0.reward.answer_pattern", "is ignored: the env"),
         ("trainer={schedule: cosine, decay_steps: 5}", "trainer.decay_steps", "5: trainer.schedule = 'cosine' does not use"),
         ("trainer.final_learning_rate=0.1", "trainer.final_learning_rate", "0.1: trainer.schedule = 'constant' does not"),
@@ -388,7 +388,7 @@ def test_a_small_model_of_the_package_reads_its_own_task_only(overrides: list[st
         load_recipe(RECIPES / "arithmetic.yaml", overrides)
     problem = info.value.problems[0]
     assert (problem.field, str(problem.value)) == (field, overrides[0].partition("=")[2])
-    assert "set model.source to another one: hub, path, checkpoint or smollm2" in problem.fix
+    assert "use another model: set model.source to hub, path, checkpoint or smollm2" in problem.fix
     load_recipe(RECIPES / "arithmetic.yaml", [*overrides, "model.source=smollm2"])
 
 
@@ -470,7 +470,7 @@ def test_what_is_a_mistake_and_what_is_lacking(
         ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is not a safetensors file"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors, among the 1 weight"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "config.json"}}', "delete one, since actors may"),
-        ("adapter_config.json", b"{}", "has a LoRA adapter, which actors would not apply; merge it into its model"),
+        ("adapter_config.json", b"{}", "has a LoRA adapter, which actors would not apply; merge it into the model"),
         ("model.safetensors.index.json", b"[]", "model.safetensors.index.json is damaged; copy it again"),
     ],
 )
@@ -656,8 +656,8 @@ def test_a_pattern_that_takes_forever_costs_its_timeout(rehearsed: Callable[...,
     [
         ("my:right", "", (1.0, 1.0), 0.0, ""),
         ("my:right", "", (1.0, 0.5), 0.5, ""),
-        ("my:constant", "", (0.5, 0.5), 0.5, "'4' as the completion, earns 0.5, as an empty text does, and none of the 2"),
-        ("my:strict", "", (0.0, 0.0), None, "'4' as the completion, earns 0, and none of the 2 tried earns more"),
+        ("my:constant", "", (0.5, 0.5), 0.5, "the completion '4' (the reference answer of line 7) earns 0.5, as an empty text"),
+        ("my:strict", "", (0.0, 0.0), None, "(the reference answer of line 7) earns 0, and none of 2 answers tried earns more"),
         ("exact", r"#+ (\d)", (0.0, 0.0), 0.0, ", in which reward.answer_pattern finds nothing, earns 0, as an empty text"),
         ("regex", "", (0.0, 0.0), 0.0, ""),  # the reference is a pattern, and none that it matches is known
         ("regex", "", (1.0, 1.0), 1.0, "earns 1, as an empty text does"),
@@ -828,7 +828,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         ({"source": "tools", "path": "p.jsonl", "tools": ["a:f", "b:f"]}, "task.tools", "several functions of the same name"),
         ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
         ({"source": "agent", "command": "a", "path": "p"}, "reward.overlong.buffer_tokens", "answer has no length in tokens"),
-        ({"source": "agent", "command": "a", "path": "p"}, "reward.truncated", "does not report cut turns"),
+        ({"source": "agent", "command": "a", "path": "p"}, "reward.truncated", "does not say if a turn was cut"),
         ({"source": "agent", "command": "python agent.py"}, "task.path", "needs a file of problems here"),
     ],
 )
