@@ -1,7 +1,7 @@
 """Replay a run's journal to find the events that still count, their totals, and every contradiction.
 
 Each restart undoes the events after the checkpoint from which it continues. A first pass over the file, `read_history`, finds
-the starts. A second pass, `events`, yields each event with the start that undid it, if any. `Replay` applies the others.
+the starts. A second pass, `events`, yields each event with the start that undid it, or None. `Replay` applies the other events.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Check(StrEnum):
 
 @dataclass
 class CheckResult:
-    """Number of problems that a check found, and the first few of them. `skipped`: reason why the check was not made."""
+    """Number of problems that a check found, and the first few of them. `skipped`: why the check was skipped, if it was."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Replay:
         self.version = 0
         self.trained_by_version = Counter[int]()
         self.tokens_by_version = Counter[int]()
-        """Sampled tokens of all branches that were trained into a version."""
+        """Number of sampled tokens, over all branches, in the step that made each version."""
         self.trained_branches = 0
         self.reserved = 0
         self.next_group = 0

@@ -241,7 +241,7 @@ class Bus:
         await self._store(self._subjects.control(kind, actor), payload, dict(headers))
 
     def watch_control(self, kinds: Sequence[str], actor: str = "") -> OrderedReader[ControlMessage]:
-        """Iterate over the last message of each subject that `watched` names, then over new messages, in stream order."""
+        """Iterate over the last message of each subject of `kinds` (see `watched`), then over new ones, in stream order."""
         prefix = self._subjects.control("")
 
         def control_message(message: Msg) -> ControlMessage:

@@ -103,7 +103,7 @@ def check_actor_name(actor: str) -> str:
 
 
 def group_id_of(msg_id: str) -> str:
-    """Return the group's id from a message id of PROMPTS: `g12` for `g12`, and for `g12/...` of a group published again."""
+    """Return the group's id from a message id of PROMPTS: `g12` from `g12` or, if the group was republished, `g12/...`."""
     return msg_id.partition("/")[0]
 
 

@@ -132,7 +132,7 @@ class OrderedReader(Puller, Generic[_Item]):
     async def __aenter__(self) -> OrderedReader[_Item]:
         try:
             await self._attach()
-        except BaseException:  # cancellation too: no `__aexit__` follows
+        except BaseException:  # even a cancellation, because no `__aexit__` follows
             await self._detach()
             raise
         return self
@@ -206,7 +206,7 @@ class OrderedReader(Puller, Generic[_Item]):
             with bus_errors(f"reading {self._stream} at {self._connection.url}"):
                 await self._subscribe()
                 self._consumer = (await self._connection.js.add_consumer(self._stream, config)).name
-        except BaseException:  # cancellation too: the next `anext` starts over
+        except BaseException:  # even a cancellation; the next `anext` then attaches again
             self._lost = True
             raise
 
@@ -308,7 +308,7 @@ def _member_event(message: Msg) -> MemberEvent:
 
 _SHORTEST_QUESTION_S = 0.001
 _REFUSED_S = 0.2
-"""Delay before the next request if the server refused the last one for a temporary reason."""
+"""Seconds before the next request if the server refused the last one for a temporary reason."""
 _NOBODY_THERE = "503"
 _TIME_OVER = ("404", "408")
 
