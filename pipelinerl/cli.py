@@ -189,8 +189,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         _RECIPE, _SET,
         ("--fields-only", None, "check only the fields, not the files, folders and functions that they name, which may be on "
          "another machine"),
-        ("--chart-values FILE", Path, "values of the chart in deploy/helm, as its validation Job passes them; also check these "
-         "against the recipe"),
+        ("--chart-values FILE", Path, "file with values of the chart, as its validation Job passes it; also check that these "
+         "fit the recipe"),
         ("--reward-rows N", int, "number of problems on which each reward is tried, with the reference answer as completion "
          "(default: 20)", {"default": 20}),
         ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB; then also print how much the recipe needs, and advice. "

@@ -189,7 +189,7 @@ FIGURES = (
            summary={"parity_failures": "sum"}),
     Figure("actor_busy_fraction", "Share of the actors' time, since their engines were up, in which they had a sequence in "
            "progress.", "actor_busy_ratio", on_page=True),
-    Figure("trainer_busy_fraction", "Share of the time since the trainer became ready in which it computed optimizer steps.",
+    Figure("trainer_busy_fraction", "Share of the run's time with a ready trainer in which it computed optimizer steps.",
            "trainer_busy_ratio", on_page=True),
 )  # fmt: skip
 """Every figure, in the order of docs/run-directory.md."""

@@ -58,7 +58,7 @@ class RunDir:
         self.scale = self.path / "scale.json"
         """`{"actors": N}`: number of actors that `pipelinerl scale` asked for."""
         self.placement = self.path / "placement.json"
-        """GPUs of trainer and actors, and the fields that `--resume` sets to `auto` again, as in the recipe."""
+        """GPUs of trainer and actors, and the fields that were `auto` in the recipe, which `--resume` sets to `auto` again."""
         self.modules = self.path / "modules"
         """Copies of the Python modules beside the recipe, if the recipe names one of them. The verifier imports these."""
         self.checkpoint = self.path / "checkpoint"
@@ -151,9 +151,9 @@ def find_run(folder: Path, option: str) -> RunDir:
 
 
 def new_place(recipe_name: str, now: datetime, name: str | None, path: Path | None, option: str = "--name") -> RunDir:
-    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, the name is the recipe's, cut
-    to fit, with the time `now`, and with a number if that folder exists. Raises `FieldError` on `option` if the name cannot be
-    used."""
+    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, make a folder. Its name is the
+    recipe's, cut to fit, with the time `now`, and with a number if that folder exists. Raises `FieldError` on `option` if the
+    name cannot be used."""
     stamp = f"-{now:%Y%m%d-%H%M%S}"
     cut = recipe_name[: _RUN_NAME_LENGTH - len(f"{stamp}-99")].rstrip("-")
     stamped = f"{cut}{stamp}" if name is None else check_run_name(name, option)

@@ -33,7 +33,7 @@ class Check(StrEnum):
     VERSIONS = "every version was made once, in order"
     GROUPS = "group numbers have no gap, and each was reserved first"
     POSITIONS = "positions in the log do not go back"
-    CHECKPOINTS = "every checkpoint holds the ledger of its time"
+    CHECKPOINTS = "every checkpoint's ledger agrees with the journal"
     TOKENS = "every step trained the sampled tokens of all branches of its sequences"
     SUMMARY = "summary.json has the same numbers"
     UNKNOWN = "the log holds no sequence that was never issued"
@@ -294,8 +294,8 @@ def read_history(path: Path, findings: Findings) -> History:
 
 
 def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[int, Event, Start | None]]:
-    """Yield the offset of every event, the event, and the start that undid it, or None. A line without an event is a finding,
-    unless it is undone."""
+    """From the first start on, yield each event's offset, the event, and the start that undid it, or None. An earlier line is
+    a finding, and so is a line without an event unless it is undone."""
     first = history.starts[0].offset if history.starts else history.size
     for offset, line in read_lines(path):
         if offset >= history.size:

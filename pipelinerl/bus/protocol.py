@@ -31,7 +31,7 @@ class StreamLimits:
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
-    """A group that is delivered more often than this is removed by an actor, which publishes its samples as failed."""
+    """Maximum number of deliveries. An actor removes a group delivered more often, and publishes its samples as failed."""
     member_ttl_s: float = 10.0
     replicas: int = 1
 

@@ -37,7 +37,7 @@ BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
 _MOST_HEAD_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-"""Seconds until the server closes an idle connection. Most clients close it earlier, so few send a request too late."""
+"""Seconds until the server closes an idle connection. Most clients close it earlier, so few send a request on a closed one."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
