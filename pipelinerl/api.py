@@ -121,7 +121,7 @@ def start(
 
 def _folder(field: str, given: Folder) -> Path:
     if not isinstance(given, str | Path):
-        raise FieldError(field, f"{given!r:.100}", "give the folder of a run, as a text or a Path")
+        raise FieldError(field, f"{given!r:.100}", "give the folder of a run, as a string or a Path")
     return Path(given)
 
 
@@ -159,7 +159,7 @@ class Run:
         self.path, self._process, self._output = _folder("path", path), _process, _output
         if _process is None:
             run_name(self.path)
-        self._dir = RunDir(self.path.absolute(), self.path.name)  # the program may change its current folder
+        self._dir = RunDir(self.path.absolute(), self.path.name)  # absolute, as the program may change its current folder
 
     # These methods need a run that `start` returned.
 
@@ -360,7 +360,7 @@ def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, s
             text = _as_source(value)
         except (TypeError, RecursionError) as error:
             kind = "a class of this program" if isinstance(value, type) else f"an object of type {type(value).__name__}"
-            fix = "import it from a file, create it in the function, or use numbers, texts, and lists or mappings of these"
+            fix = "import it from a file, create it in the function, or use numbers, strings, and lists or mappings of these"
             raise _refused(user, f"uses {name}, {kind}, which cannot be written as source; {fix}") from error
         if len(text) > _MOST_CHARACTERS:
             fix = f"more than {_MOST_CHARACTERS:,}; write it to a file, and read that in the function"
@@ -382,7 +382,7 @@ def _imported_from(value: Any) -> str:
 
 
 def _as_source(value: Any) -> str:
-    """Return an expression for a value made of numbers, texts, lists, tuples, sets and mappings. Raises `TypeError`."""
+    """Return an expression for a value made of numbers, strings, lists, tuples, sets and mappings. Raises `TypeError`."""
     kind = type(value)
     if kind is dict:
         return f"{{{', '.join(f'{_as_source(key)}: {_as_source(item)}' for key, item in value.items())}}}"

@@ -91,7 +91,7 @@ class RunDir:
         return _bytes_in(found[max(found)].parent.parent) if found else 0
 
     def checkpoint_under_way(self) -> tuple[int, int] | None:
-        """Return version and present size of the checkpoint that is being written; None if none is."""
+        """Return the version and current size of the checkpoint being written, or None."""
         for folder in self.checkpoints.glob(".step-*.partial-*"):
             version = folder.name.removeprefix(".step-").partition(".")[0]
             return int(version), _bytes_in(folder)

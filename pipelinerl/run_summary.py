@@ -57,7 +57,7 @@ class RunTotals:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
-        """Restore the totals from the data of `to_state`, possibly after JSON turned its keys into texts."""
+        """Restore the totals from the data of `to_state`, possibly after JSON turned its keys into strings."""
         return TypeAdapter(cls).validate_python(state)
 
     def add_step(self, record: Record) -> None:

@@ -55,7 +55,7 @@ class Checkpoint:
 
 def _read_checkpoints(folder: Path, findings: Findings) -> list[Checkpoint]:
     """Return the resumable checkpoints, ordered by their journal length. An unreadable checkpoint becomes a finding. One that
-    the trainer removes meanwhile is left out."""
+    the trainer removes during the call is left out."""
     found = []
     for resume in sorted(folder.glob("step-*/resume")):
         try:
@@ -273,7 +273,7 @@ async def audit_run(run: str, run_dir: Path, open_streams: OpenStreams | None, a
 
 
 async def _audit_once(run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]) -> Audit:
-    working = at_work()  # asked before the files are read, because a trainer may move sequences and end meanwhile
+    working = at_work()  # asked first, because a trainer may move sequences and end while the files are read
     audit = await asyncio.to_thread(audit_files, run_dir)
     audit.run, audit.at_work = run, working and not audit.ended
     if open_streams is None:

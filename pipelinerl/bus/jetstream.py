@@ -84,7 +84,7 @@ async def connect(
 async def service_bus(
     settings: BusSettings, stop: asyncio.Event, limits: StreamLimits | None = None, request_timeout_s: float = 10.0
 ) -> AsyncIterator[Bus]:
-    """Connect a service to its run, and retry until NATS is reachable. Raises `StartStopped` if `stop` is set meanwhile. An
+    """Connect a service to its run, and retry until NATS is reachable. Raises `StartStopped` if `stop` is set first. An
     error other than `BusError`, such as `FieldError` for a missing file, is raised at once."""
     async with contextlib.AsyncExitStack() as stack:
 

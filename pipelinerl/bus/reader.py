@@ -47,7 +47,7 @@ async def stream_info(connection: Connection, stream: str) -> StreamInfo:
 
 async def stored_messages(connection: Connection, stream: str, subject: str) -> list[RawStreamMsg]:
     """Return the messages of `subject` in order. Each costs a round trip, because a work queue allows no second consumer. A
-    message that is removed or added meanwhile may be missing. Raises `BusError`."""
+    message that is removed or added during the call may be missing. Raises `BusError`."""
     info = await stream_info(connection, stream)
     first, end = info.first_position, info.last_position + 1
     size = max(1, math.ceil((end - first) / _WALKS))

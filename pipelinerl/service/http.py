@@ -1,4 +1,4 @@
-"""HTTP for every service: uvicorn serves /healthz, /readyz and /metrics inside a process that has other work.
+"""HTTP for every service: uvicorn serves /healthz, /readyz and /metrics inside a process that does other work.
 
 On a loopback interface, only /healthz is answered if the Host header does not name this service. Otherwise a web site whose
 owner points its host name at this machine could read the answers through a browser here (DNS rebinding). This is not a login:
@@ -134,7 +134,7 @@ def _bind(host: str, port: int) -> socket.socket:
         if ":" in host:  # `::` is for IPv4 too
             return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=socket.has_dualstack_ipv6())
         return socket.create_server((host, port))
-    except (OSError, OverflowError) as error:  # OverflowError: there is no such port number
+    except (OSError, OverflowError) as error:  # OverflowError: the port number is out of range
         why = (getattr(error, "strerror", "") or str(error)).partition(" (while")[0]
         fix = "give another port, or 0 for any free one"
         raise ServiceError(f"http_port = {port}: cannot listen on {host_port(host, port)} ({why}); {fix}") from error

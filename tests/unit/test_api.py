@@ -224,7 +224,7 @@ def test_mistakes_are_raised_before_anything_starts_and_failures_with_the_output
         pipelinerl.start("arithmetic", "none.py:score")
     with pytest.raises(FieldError, match=r"recipe = '\[3\]': give a recipe's name, its file, or a mapping of its fields"):
         pipelinerl.start([3])  # type: ignore[arg-type]
-    with pytest.raises(FieldError, match=r"run_dir = '5': give the folder of a run, as a text or a Path"):
+    with pytest.raises(FieldError, match=r"run_dir = '5': give the folder of a run, as a string or a Path"):
         pipelinerl.start("arithmetic", run_dir=5)  # type: ignore[arg-type]
     for overrides in (
         {"reward.scorer": "exact"},
@@ -253,7 +253,7 @@ def test_mistakes_are_raised_before_anything_starts_and_failures_with_the_output
             checkpoint_of(again.path)
     with pytest.raises(FieldError, match="there is no such folder"):
         pipelinerl.Run("runs/none")
-    with pytest.raises(FieldError, match=r"path = '5': give the folder of a run, as a text or a Path"):
+    with pytest.raises(FieldError, match=r"path = '5': give the folder of a run, as a string or a Path"):
         pipelinerl.Run(5)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="has no attribute 'trains'"):
         pipelinerl.trains  # noqa: B018
