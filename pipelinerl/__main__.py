@@ -1,4 +1,4 @@
-"""`python -m pipelinerl`: the command `pipelinerl`, also where its script is not on the PATH."""
+"""Run the command `pipelinerl` as `python -m pipelinerl`, even if its script is not on the PATH."""
 
 from pipelinerl.cli import main
 

@@ -59,8 +59,8 @@ _SHIPPED = "notebook_reward"
 def train(
     recipe: Given, reward: Reward | None = None, *, name: str | None = None, run_dir: Folder | None = None, **overrides: Any
 ) -> Run:
-    """Train as `start` does, print the progress, and return the run at its end. An interrupt (Ctrl-C, or the stop button of a
-    notebook) stops the run cleanly, with a checkpoint, and then returns the run. Raises `ServiceError` if the run fails."""
+    """Start a run as `start` does, print its progress, and return it at its end. After an interrupt (Ctrl-C, or the stop button
+    of a notebook), stop the run cleanly, with a checkpoint, and return it. Raises `ServiceError` if the run fails."""
     run = start(recipe, reward, name=name, run_dir=run_dir, **overrides)
     try:
         for line in run.follow():
@@ -75,9 +75,9 @@ def start(
 ) -> Run:
     """Start a run on this machine and return at once. If this program ends first, it stops the run cleanly.
 
-    `recipe`: the name of a shipped recipe, a recipe file, or a mapping with the recipe's fields. `reward`: a function, which a
-    notebook may define, or its path, `package.module:function` or `file.py:function`. The run also gets the other modules of
-    the file's folder or package. `overrides`: fields of the recipe by their paths, as in `**{"trainer.steps": 40}`. `name`,
+    `recipe`: the name of a shipped recipe, a recipe file, or a mapping with the recipe's fields. `reward`: a function, even one
+    of a notebook, or its path, `package.module:function` or `file.py:function`. From such a file's folder or package, the
+    run also gets the other modules. `overrides`: fields of the recipe by their paths, as in `**{"trainer.steps": 40}`. `name`,
     `run_dir`: as for `pipelinerl run`. Raises `UserError` for a mistake.
     """
     given: Path | None = None
@@ -99,7 +99,7 @@ def start(
         set_value(data, path.split("."), value)
     checked = recipe_from_data(data, "recipe" if given is None else str(given))
     if scorer and all(one.reward.scorer != scorer for one in checked.mixture.values()):
-        raise FieldError("reward", scorer, "no task uses it, because each has its own reward.scorer; leave out one of them")
+        raise FieldError("reward", scorer, "no task uses it: each has a reward.scorer; leave out that field or this reward")
     for modules in (modules_beside(checked, given) if given is not None else None, shipped):
         if modules is not None:
             copy_modules(modules, task)  # the given reward comes last, so its modules overwrite those of the recipe
@@ -114,14 +114,14 @@ def start(
             stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True,
         )  # fmt: skip
     run = Run(place.path, _process=process, _output=output)
-    run._prepared = prepared  # the temporary folder is removed with this object
+    run._prepared = prepared  # keeps the temporary folder as long as this object exists
     atexit.register(run.stop)
     return run
 
 
 def _folder(field: str, given: Folder) -> Path:
     if not isinstance(given, str | Path):
-        raise FieldError(field, f"{given!r:.100}", "give the folder of a run, as a text or a Path")
+        raise FieldError(field, f"{given!r:.100}", "give the folder of a run, as a string or a Path")
     return Path(given)
 
 
@@ -159,15 +159,15 @@ class Run:
         self.path, self._process, self._output = _folder("path", path), _process, _output
         if _process is None:
             run_name(self.path)
-        self._dir = RunDir(self.path.absolute(), self.path.name)  # the program may change its current folder
+        self._dir = RunDir(self.path.absolute(), self.path.name)  # absolute, as the program may change its current folder
 
     # These methods need a run that `start` returned.
 
     def wait(self) -> Run:
         """Wait for the end, and return this run. Raises `ServiceError` with the last lines of the output if the run failed, or
-        `UserError` if the cause is a mistake that was found only then, as in the data or in the reward."""
+        `UserError` if the cause is a mistake that only the run found, such as one in the data or in the reward."""
         code = self._own().wait()
-        stopped_early = self._stopped and not self._dir.identity.exists()  # the interrupt came during imports
+        stopped_early = self._stopped and not self._dir.identity.exists()  # interrupted while it still imported
         if code not in (EXIT_OK, EXIT_INTERRUPTED) and not stopped_early:
             kind = UserError if code == EXIT_USER_ERROR else ServiceError
             raise kind(f"the run {self.path} ended with exit code {code}:\n{self.output[-2000:]}")
@@ -246,7 +246,7 @@ class Run:
             return None
 
     def plot(self) -> Any:
-        """Return a matplotlib figure with the reward and the held-out accuracy by step. Raises `MissingPackage` without it."""
+        """Return a figure of the reward and the held-out accuracy by step. Raises `MissingPackage` without matplotlib."""
         if importlib.util.find_spec("matplotlib") is None:
             raise MissingPackage("Run.plot needs matplotlib: pip install matplotlib; Run.metrics has the numbers")
         from matplotlib import pyplot, ticker
@@ -264,8 +264,8 @@ class Run:
         return figure
 
     def policy(self, version: int | None = None) -> Any:
-        """Load the newest policy, or that of a version, with transformers (`pipelinerl.policy.Policy`). Raises `FieldError`
-        if there is no such checkpoint."""
+        """Load the policy of `version`, or the newest one, as a `pipelinerl.policy.Policy`. Raises `FieldError` if there is no
+        such checkpoint."""
         return importlib.import_module("pipelinerl.policy").Policy(checkpoint_of(self._dir.path, version))
 
     def __repr__(self) -> str:
@@ -283,10 +283,10 @@ class Run:
         return f'<iframe src="{html.escape(page)}" width="100%" height="{_FRAME_HEIGHT}"></iframe>'
 
 
-# A function of a notebook or script, written as the source of a module that the verifier can import. Nothing is pickled.
+# Write a function of a notebook or script as the source of a module that the verifier can import. Nothing is pickled.
 
 _MOST_CHARACTERS = 100_000
-"""Largest constant that is written into the module."""
+"""Maximum length of a constant in that source, in characters."""
 
 
 def source_of(function: Any) -> str:
@@ -360,7 +360,7 @@ def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, s
             text = _as_source(value)
         except (TypeError, RecursionError) as error:
             kind = "a class of this program" if isinstance(value, type) else f"an object of type {type(value).__name__}"
-            fix = "import it from a file, create it in the function, or use numbers, texts, and lists or mappings of these"
+            fix = "import it from a file, create it in the function, or use numbers, strings, and lists or mappings of these"
             raise _refused(user, f"uses {name}, {kind}, which cannot be written as source; {fix}") from error
         if len(text) > _MOST_CHARACTERS:
             fix = f"more than {_MOST_CHARACTERS:,}; write it to a file, and read that in the function"
@@ -374,15 +374,15 @@ def _is_function(value: Any) -> bool:
 
 
 def _imported_from(value: Any) -> str:
-    """Return `module:name` if a module other than the main program holds the value under the value's own name, else "". A
-    wrapper that bears the name of its wrapped function is no such value, because the module holds the wrapped function."""
+    """Return `module:name` if this name in a module other than the main program refers to the value itself, else "". The
+    name of a wrapper may instead refer to the function that it wraps."""
     module, name = str(getattr(value, "__module__", None)), getattr(value, "__qualname__", "")
     is_held = module != "__main__" and name.isidentifier() and getattr(sys.modules.get(module), name, None) is value
     return f"{module}:{name}" if is_held else ""
 
 
 def _as_source(value: Any) -> str:
-    """Return an expression for a value made of numbers, texts, lists, tuples, sets and mappings. Raises `TypeError`."""
+    """Return an expression for a value made of numbers, strings, lists, tuples, sets and mappings. Raises `TypeError`."""
     kind = type(value)
     if kind is dict:
         return f"{{{', '.join(f'{_as_source(key)}: {_as_source(item)}' for key, item in value.items())}}}"

@@ -140,7 +140,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--answer COLUMN", str, "column of --data with the answers (default: answer, solution, ...)"),
     ],
         "pipelinerl init my-task                           # ten sums for a small model, with a reward in Python",
-        "pipelinerl init my-task --data questions.csv      # your questions, for SmolLM2 or a model of the hub",
+        "pipelinerl init my-task --data questions.csv      # your questions, for SmolLM2 or a model from the hub",
         "pipelinerl init my-agent --from agent",
     ),
     "recipes": ("list the recipes that come with pipelinerl, and what each needs", "init:recipes", [
@@ -189,8 +189,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         _RECIPE, _SET,
         ("--fields-only", None, "check only the fields, not the files, folders and functions that they name, which may be on "
          "another machine"),
-        ("--chart-values FILE", Path, "values of the chart in deploy/helm, as its validation Job passes them; also check these "
-         "against the recipe"),
+        ("--chart-values FILE", Path, "file with values of the chart, as its validation Job passes it; also check that these "
+         "fit the recipe"),
         ("--reward-rows N", int, "number of problems on which each reward is tried, with the reference answer as completion "
          "(default: 20)", {"default": 20}),
         ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB; then also print how much the recipe needs, and advice. "
@@ -270,7 +270,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--json", None, "print one JSON object per line, with the whole prompt"),
     ]),
     "cache": ("list or remove files kept for the next run, such as initial models", "run:cache", [
-        ("--clear NAME", str, "remove these entries, or all if none is named, except those of a running run",
+        ("--clear NAME", str, "remove these entries, or all if none is named; wait until no run uses them",
          {"nargs": "*", "completer": _kept}),
     ]),
 }  # fmt: skip

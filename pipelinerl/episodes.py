@@ -31,7 +31,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call by the policy. `arguments_json` is the policy's own text, which need not be JSON."""
+    """A tool call by the policy. `arguments_json` is the policy's own text, which may be invalid JSON."""
 
     id: str
     name: str

@@ -31,7 +31,7 @@ class Figure:
     unit: str = ""
     """Unit of the metric if its name does not end with it."""
     help: str = ""
-    """Text of the metric; empty = `text`."""
+    """Help text of the metric; empty = `text` is used."""
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """For a figure that is a mapping: the metric's label with its values, which are the keys of the mapping."""
     stays: bool = False
@@ -67,7 +67,7 @@ FIGURES = (
     Figure("entropy", "Mean entropy of the policy at the positions of sampled tokens, nats.", "entropy_nats", on_page=True),
     Figure("ess", "Effective sample size (ESS) of the step's tokens, divided by their number; uses unclamped importance "
            "weights.", "ess_ratio", on_page=True, summary={"ess.mean": "mean", "ess.min": "smallest"}, trained=True),
-    Figure("ess_by_lag", "ESS, computed for the tokens of each lag, divided by their number. The buckets of lags are "
+    Figure("ess_by_lag", "ESS of the tokens of each lag, divided by the number of these tokens. The buckets of lags are "
            "`0`, `1`, `2`, `3-4`, `5-8`, `9-16` and `17+`.", "ess_by_lag_ratio", labels=_LAG),
     Figure("clip_fraction", "Share of the tokens at which the loss clipped or bounded the importance weight.", "clip_ratio"),
     Figure("clip_fraction_by_lag", "Share of the tokens of each lag at which the loss clipped or bounded the importance "
@@ -108,11 +108,11 @@ FIGURES = (
            "`algorithm.advantage` is `value`, nothing can be learned from them.", "equal_reward_groups_ratio",
            summary={"steps_equal_rewards": "ones"}),
     Figure("groups_all_right", "Share of the step's groups in which every answer earned at least `reward.correct`. Groups "
-           "without an answer term, as in most environments, are left out, also in `groups_all_wrong`."),
+           "without an answer term, as in most environments, count neither here nor in `groups_all_wrong`."),
     Figure("groups_all_wrong", "Share of the step's groups in which no answer earned anything."),
     Figure("identical_groups", "Share of the step's groups whose completions are all the same text."),
-    Figure("term_spread", "For each term of the reward, by name, its standard deviation within a group, as the mean over "
-           "the groups that have the term. Only with several terms."),
+    Figure("term_spread", "For each term of the reward, by name, its standard deviation within a group, averaged over the "
+           "groups that have the term. Only with several terms."),
     Figure("answers_absent", "Share of the step's sequences in which the reward found no answer; not with episodes."),
     Figure("answers_missed", "Share of the step's sequences in which the reward found no answer although the reference occurs "
            "in the completion; not with episodes."),
@@ -189,7 +189,7 @@ FIGURES = (
            summary={"parity_failures": "sum"}),
     Figure("actor_busy_fraction", "Share of the actors' time, since their engines were up, in which they had a sequence in "
            "progress.", "actor_busy_ratio", on_page=True),
-    Figure("trainer_busy_fraction", "Share of the time since the trainer became ready in which it computed optimizer steps.",
+    Figure("trainer_busy_fraction", "Share of the run's time with a ready trainer in which it computed optimizer steps.",
            "trainer_busy_ratio", on_page=True),
 )  # fmt: skip
 """Every figure, in the order of docs/run-directory.md."""
@@ -198,7 +198,7 @@ ON_PAGE = tuple(figure.key for figure in FIGURES if figure.on_page)
 
 
 def no_events() -> dict[str, Any]:
-    """Return the figures of events for a step before which no event has happened."""
+    """Return the figures of events for a step without events since the previous step."""
     return {figure.key: figure.event() for figure in FIGURES if figure.event}
 
 
@@ -237,7 +237,7 @@ def reduce_step(reduced: Reduced, record: Mapping[str, Any], *, events: bool) ->
 
 
 def run_figures(reduced: Reduced) -> dict[str, Any]:
-    """Return the keys of summary.json that follow from figures. Without any step, sums and counts are 0, the others None."""
+    """Return the part of summary.json that combines figures. Without any step, sums and counts are 0, and the others None."""
     found: dict[str, Any] = {}
     for key, (reduction, _) in RUN_FIGURES.items():
         total, weights = reduced.get(key, (0 if reduction in ("sum", "ones") else None, 0))

@@ -24,7 +24,7 @@ from pipelinerl.service.settings import PolicySettings
 COMPLETE = "config.json"
 CHUNK_BYTES = 1024**2
 _FORMAT = 2
-"""Part of a folder's name. Increase this number when the same source gives different weights."""
+"""Part of a folder's name. Increase this number if a change of the code makes a source give different weights."""
 _ABANDONED_S = 24 * 3600
 """Seconds without a change after which a partial folder is removed, because its process was probably killed."""
 
@@ -79,7 +79,7 @@ def model_source(recipe: Recipe, settings: PolicySettings) -> str:
     folder = built_folder(recipe, settings.run, settings.model_cache)
     if not is_complete(folder):
         makes = "a run of this recipe, or `python -m services.trainer.initial_model`, makes it for the trainer"
-        fix = f"holds no complete {folder.name}; {makes}, `python -m services.actor.initial_model` fetches it for an actor"
+        fix = f"holds no complete {folder.name}; {makes}; `python -m services.actor.initial_model` fetches it for an actor"
         raise FieldError("PIPELINERL_MODEL_CACHE", str(settings.model_cache), fix)
     return str(folder)
 
@@ -97,7 +97,7 @@ def filling(folder: Path) -> Iterator[Path]:
     beside = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         yield beside
-        beside.chmod(0o755)  # services may run as another user than the builder
+        beside.chmod(0o755)  # services may run as a user other than the builder
         try:
             beside.rename(folder)
         except OSError:

@@ -72,7 +72,7 @@ class Policy:
             logits, cache = output.logits[0, -1].float(), output.past_key_values
             if logits.isnan().any():
                 raise FieldError("RUN", str(self.path), "its weights give no numbers (NaN); use an earlier version")
-            chances = (logits / max(temperature, 1e-5)).softmax(-1)  # a smaller temperature would make them overflow
+            chances = (logits / max(temperature, 1e-5)).softmax(-1)  # a smaller divisor could make the logits overflow
             inputs = (torch.multinomial(chances, 1) if temperature > 0 else logits.argmax()).view(1, 1)
             if int(inputs) in self._ends:
                 return
@@ -87,7 +87,7 @@ def pieces(texts: Iterable[str], stops: list[str]) -> Iterator[str]:
         if found := [at for stop in stops if (at := text.find(stop)) >= 0]:
             text = text[: min(found)]
             break
-        if len(text) - held_back > told and not text.endswith("\ufffd"):  # otherwise a character is incomplete
+        if len(text) - held_back > told and not text.endswith("\ufffd"):  # U+FFFD: an incomplete character
             told, begin = len(text) - held_back, told
             yield text[begin:told]
     yield text[told:]

@@ -24,7 +24,7 @@ from pipelinerl.tasks.source import Problem, conversation
 log = logging.getLogger(__name__)
 
 _MARK = f"k{secrets.token_hex(12)}q"
-"""Mark to insert into spelled control tokens. Nobody can guess its letters and digits, and JSON and templates keep them."""
+"""Mark to insert into spelled control tokens. Nobody can guess it, and JSON and templates leave it unchanged."""
 _PREFIX = 3
 """Number of leading characters of control tokens that are searched for first."""
 
@@ -141,7 +141,7 @@ def answer_end(tokenizer: Any) -> int | None:
 
 
 class Spellings:
-    """Find tokens in texts, in time that does not grow with the number of tokens."""
+    """Find tokens in texts. The time grows with the tokens' distinct prefixes and lengths, not with their number."""
 
     def __init__(self, tokens: set[str]) -> None:
         self._tokens = {token for token in tokens if len(token) > 1}

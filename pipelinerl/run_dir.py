@@ -20,15 +20,15 @@ from pipelinerl.local.credentials import Credentials
 
 _RUN_NAME_LENGTH = 40
 MOST_ACTORS = 64
-"""Limit on one machine. A larger number is probably a typing error."""
+"""Maximum number of actors on one machine. A larger number is probably a typing error."""
 LINEAGE, CHECKPOINTS, CHANGES = "lineage.json", "checkpoints", "changes"
 RUN_STATE = Path("resume", "run.json")
 """Path within a checkpoint. A run cannot continue from a checkpoint without this file."""
 ABOUT, ADAPTER = "pipelinerl.json", "adapter_config.json"
-"""The file of a checkpoint that states its policy version, and the configuration of a LoRA adapter."""
+"""Files of a checkpoint: one with its policy version, and one with the configuration of a LoRA adapter."""
 MODEL_IN = ("config.json", ADAPTER)
 NOTHING_THERE = -1
-"""Position in SEQUENCES if no message on the streams belongs to a checkpoint. The trainer then empties the streams first."""
+"""Position in a checkpoint to which no message on the streams belongs. A trainer that continues from it empties them first."""
 STATE_FORMAT = 3
 """Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
@@ -58,7 +58,7 @@ class RunDir:
         self.scale = self.path / "scale.json"
         """`{"actors": N}`: number of actors that `pipelinerl scale` asked for."""
         self.placement = self.path / "placement.json"
-        """GPUs of trainer and actors, and the fields that `--resume` sets to `auto` again, as in the recipe."""
+        """GPUs of trainer and actors, and the fields that were `auto` in the recipe, which `--resume` sets to `auto` again."""
         self.modules = self.path / "modules"
         """Copies of the Python modules beside the recipe, if the recipe names one of them. The verifier imports these."""
         self.checkpoint = self.path / "checkpoint"
@@ -91,7 +91,7 @@ class RunDir:
         return _bytes_in(found[max(found)].parent.parent) if found else 0
 
     def checkpoint_under_way(self) -> tuple[int, int] | None:
-        """Return version and present size of the checkpoint that is being written; None if none is."""
+        """Return the version and current size of the checkpoint being written, or None."""
         for folder in self.checkpoints.glob(".step-*.partial-*"):
             version = folder.name.removeprefix(".step-").partition(".")[0]
             return int(version), _bytes_in(folder)
@@ -99,7 +99,7 @@ class RunDir:
 
     def next_checkpoint_bytes(self, keep: int, first_bytes: int = 0) -> int:
         """Return the free space that the next checkpoint needs: the newest one's size, or `first_bytes` without one. Return 0
-        while a checkpoint is written, or more than `keep` exist, because removing the oldest one frees as much."""
+        while a checkpoint is written, or while more than `keep` exist, because the trainer then removes the oldest."""
         is_under_way = any(self.checkpoints.glob(".*")) or len(resumable(self.path)) > keep
         return 0 if is_under_way else self.checkpoint_bytes() or first_bytes
 
@@ -151,9 +151,9 @@ def find_run(folder: Path, option: str) -> RunDir:
 
 
 def new_place(recipe_name: str, now: datetime, name: str | None, path: Path | None, option: str = "--name") -> RunDir:
-    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, the name is the recipe's, cut
-    to fit, with the time `now`, and with a number if that folder exists. Raises `FieldError` on `option` if the name cannot be
-    used."""
+    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, make a folder. Its name is the
+    recipe's, cut to fit, with the time `now`, and with a number if that folder exists. Raises `FieldError` on `option` if the
+    name cannot be used."""
     stamp = f"-{now:%Y%m%d-%H%M%S}"
     cut = recipe_name[: _RUN_NAME_LENGTH - len(f"{stamp}-99")].rstrip("-")
     stamped = f"{cut}{stamp}" if name is None else check_run_name(name, option)
@@ -308,8 +308,8 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 class Checkpoint:
     """A policy on disk. `path`: its folder, with whole weights or an adapter. `adapter`: the adapter's configuration, or empty.
     `run`: the folder of its run; `path` if it has none. `version`: its policy version, or None if it states none. `tokenizer`:
-    the folder with its tokenizer, which is the parent folder for an adapter of a run. Another adapter without a tokenizer uses
-    that of its base model, which may be a name on the hub."""
+    the folder with its tokenizer, which is the parent folder for an adapter of a run. If neither folder has a tokenizer, an
+    adapter uses that of its base model, which may be a name on the hub."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.run, self.adapter = path, _run_of(path), read_json(path / ADAPTER)
@@ -328,7 +328,7 @@ def policies_of(folder: Path) -> dict[int, Checkpoint]:
     """Return the checkpoints of a run by version, the newest last. `folder`: the run's, or a checkpoint in it."""
     run = _run_of(folder)
     found = {number: Checkpoint(path.parents[1]) for number, path in resumable(run).items()}
-    for one in (run / "checkpoint", run):  # `run` holds a model only outside a run
+    for one in (run / "checkpoint", run):  # outside a run, `run` is `folder`, which may hold a model
         if any((one / file).is_file() for file in MODEL_IN):
             last = Checkpoint(one)
             found[last.version or max(found, default=0)] = last
@@ -345,7 +345,7 @@ def checkpoint_of(folder: Path, version: int | None = None) -> Checkpoint:
         fix = "has no checkpoint yet; give a run that has one (checkpoint.every_steps), or the folder of a checkpoint"
         raise FieldError("RUN", str(folder), fix)
     if version is not None and version not in found:
-        fix = f"its checkpoint is not there (checkpoint.keep); use one of {', '.join(map(str, found))}"
+        fix = f"has no checkpoint (checkpoint.keep limits their number); use one of {', '.join(map(str, found))}"
         raise FieldError("version", version, fix)
     return found[max(found) if version is None else version]
 

@@ -57,11 +57,11 @@ class RunTotals:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
-        """Restore the totals from the data of `to_state`, possibly after JSON turned its keys into texts."""
+        """Restore the totals from the data of `to_state`, possibly after JSON turned its keys into strings."""
         return TypeAdapter(cls).validate_python(state)
 
     def add_step(self, record: Record) -> None:
-        """Add the figures of a step that describe no events. A key that the record lacks adds nothing."""
+        """Add a step's figures, except those of events. A key that the record lacks adds nothing."""
         self.steps += 1
         self.steps_skipped += bool(record.get("skipped"))
         self.tokens_generated = record.get("tokens_generated") or self.tokens_generated
@@ -83,7 +83,7 @@ class RunTotals:
         self.join_s += [join["join_s"] for join in record.get("joins") or []]
 
     def add_update(self, num_bytes: int, transfer_s: float, stalls_s: Iterable[float]) -> None:
-        """Add one weight update. `stalls_s`: for each actor, the seconds in which it could not generate because of it."""
+        """Add one weight update. `stalls_s`: seconds for which the update stopped the generation of each actor."""
         self.update_bytes += num_bytes
         self.transfer_s.append(transfer_s)
         self.stall_s.extend(stalls_s)

@@ -55,7 +55,7 @@ class Checkpoint:
 
 def _read_checkpoints(folder: Path, findings: Findings) -> list[Checkpoint]:
     """Return the resumable checkpoints, ordered by their journal length. An unreadable checkpoint becomes a finding. One that
-    the trainer removes meanwhile is left out."""
+    the trainer removes during the call is left out."""
     found = []
     for resume in sorted(folder.glob("step-*/resume")):
         try:
@@ -74,7 +74,7 @@ def _read_checkpoint(resume: Path) -> Checkpoint:
         while (message := parse_length_prefixed(sequence_pb2.Sequence, file)) is not None:
             held.append(str(message.sequence_id))
     numbers = {name: content[name] for name in ("journal_bytes", "position", "next_group")}
-    ledger = Ledger.from_state(content["tracker" if "tracker" in content else "books"]["ledger"])  # "books": earlier releases
+    ledger = Ledger.from_state(content["tracker" if "tracker" in content else "books"]["ledger"])  # "books" in earlier releases
     return Checkpoint(resume.parent, content["policy_version"], **numbers, ledger=ledger, held=frozenset(held))
 
 
@@ -175,7 +175,7 @@ def audit_files(run_dir: Path) -> Audit:
 
 
 def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
-    """Replay every event that no restart undid. Compare each checkpoint with the replay at the byte where it was written."""
+    """Replay every event that no restart undid. At each checkpoint's byte of the journal, compare it with the replay."""
     history, replay, findings = audit.history, audit.replay, audit.findings
     starts = {start.offset: start for start in history.starts}
     waiting = deque[Checkpoint]()
@@ -183,8 +183,8 @@ def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
         if history.counts(one.journal_bytes):
             waiting.append(one)
         else:
-            where = "is not there" if one.journal_bytes > history.size else "was undone"
-            problem = f"byte {one.journal_bytes} of the journal, at which it was written, {where}"
+            what = "the journal is shorter" if one.journal_bytes > history.size else "a restart undid this part"
+            problem = f"was written at byte {one.journal_bytes} of the journal, but {what}"
             findings.add(Check.CHECKPOINTS, f"{one.folder.name}: {problem}")
 
     def compare_up_to(offset: int) -> None:
@@ -260,7 +260,7 @@ def _check_summary(path: Path, audit: Audit) -> None:
 
 async def audit_run(run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]) -> Audit:
     """Audit a run: its files and, if `open_streams` is given, its streams. `at_work()` returns whether a trainer of the run is
-    alive. In a live run, a sequence is lost only if a second audit misses it, too."""
+    alive. In a live run, a sequence counts as lost only if a second audit misses it, too."""
     audit = await _audit_once(run, run_dir, open_streams, at_work)
     if audit.lost and audit.at_work:
         await asyncio.sleep(LOOK_AGAIN_S)
@@ -273,7 +273,7 @@ async def audit_run(run: str, run_dir: Path, open_streams: OpenStreams | None, a
 
 
 async def _audit_once(run: str, run_dir: Path, open_streams: OpenStreams | None, at_work: Callable[[], bool]) -> Audit:
-    working = at_work()  # asked before the files are read, because a trainer may move sequences and end meanwhile
+    working = at_work()  # asked first, because a trainer may move sequences and end while the files are read
     audit = await asyncio.to_thread(audit_files, run_dir)
     audit.run, audit.at_work = run, working and not audit.ended
     if open_streams is None:

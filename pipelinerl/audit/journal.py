@@ -13,7 +13,7 @@ The field `event` names the kind of event:
     checkpoint  version, position             the checkpoint is on disk, and covers SEQUENCES up to `position`
     position    position                      the streams are new or were emptied; SEQUENCES is read after `position`
     end         version, finished
-    rollback    version                       unless `pipelinerl rollback` was killed, the next trainer starts there
+    rollback    version                       the next trainer starts from `version`, if the rollback was not killed
 
 A last line without a line end does not count.
 """
@@ -36,7 +36,7 @@ Event = dict[str, Any]
 
 class Journal:
     """Append events. After `flush`, they survive the death of this process; after `sync`, that of the machine. Raises
-    `FieldError` if another process has opened the journal, and one of the two has done so `alone`."""
+    `FieldError` if another process has the journal open and either of the two opened it `alone`."""
 
     def __init__(self, path: Path, *, alone: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ class Journal:
         except OSError as error:
             if alone or isinstance(error, BlockingIOError):  # some network file systems have no locks
                 self._file.close()
-                fix = "if a trainer of the run, or a rollback, uses it, wait until that ends, or stop it"
+                fix = "a trainer or a rollback of this run may be using it; wait until it ends, or stop it"
                 raise FieldError("RUN", str(path), f"cannot be locked ({error.strerror}); {fix}") from error
         self.size = sum(len(line) for _, line in read_lines(path))  # a truncated last line is dropped
         """Size in bytes, including events that are not flushed yet: the offset of the next event."""

@@ -1,7 +1,7 @@
 """Replay a run's journal to find the events that still count, their totals, and every contradiction.
 
 Each restart undoes the events after the checkpoint from which it continues. A first pass over the file, `read_history`, finds
-the starts. A second pass, `events`, yields each event with the start that undid it, if any. `Replay` applies the others.
+the starts. A second pass, `events`, yields each event with the start that undid it, or None. `Replay` applies the other events.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Check(StrEnum):
     VERSIONS = "every version was made once, in order"
     GROUPS = "group numbers have no gap, and each was reserved first"
     POSITIONS = "positions in the log do not go back"
-    CHECKPOINTS = "every checkpoint holds the ledger of its time"
+    CHECKPOINTS = "every checkpoint's ledger agrees with the journal"
     TOKENS = "every step trained the sampled tokens of all branches of its sequences"
     SUMMARY = "summary.json has the same numbers"
     UNKNOWN = "the log holds no sequence that was never issued"
@@ -42,7 +42,7 @@ class Check(StrEnum):
 
 @dataclass
 class CheckResult:
-    """Number of problems that a check found, and the first few of them. `skipped`: reason why the check was not made."""
+    """Number of problems that a check found, and the first few of them. `skipped`: why the check was skipped, if it was."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Replay:
         self.version = 0
         self.trained_by_version = Counter[int]()
         self.tokens_by_version = Counter[int]()
-        """Sampled tokens of all branches that were trained into a version."""
+        """Number of sampled tokens, over all branches, in the step that made each version."""
         self.trained_branches = 0
         self.reserved = 0
         self.next_group = 0
@@ -294,8 +294,8 @@ def read_history(path: Path, findings: Findings) -> History:
 
 
 def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[int, Event, Start | None]]:
-    """Yield the offset of every event, the event, and the start that undid it, or None. A line without an event is a finding,
-    unless it is undone."""
+    """From the first start on, yield each event's offset, the event, and the start that undid it, or None. An earlier line is
+    a finding, and so is a line without an event unless it is undone."""
     first = history.starts[0].offset if history.starts else history.size
     for offset, line in read_lines(path):
         if offset >= history.size:

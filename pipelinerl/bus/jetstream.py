@@ -84,8 +84,8 @@ async def connect(
 async def service_bus(
     settings: BusSettings, stop: asyncio.Event, limits: StreamLimits | None = None, request_timeout_s: float = 10.0
 ) -> AsyncIterator[Bus]:
-    """Connect a service to its run, and retry until NATS is reachable. Raises `StartStopped` if `stop` is set meanwhile. Raises
-    any other error than `BusError` at once, such as `FieldError` for a missing file."""
+    """Connect a service to its run, and retry until NATS is reachable. Raises `StartStopped` if `stop` is set first. An
+    error other than `BusError`, such as `FieldError` for a missing file, is raised at once."""
     async with contextlib.AsyncExitStack() as stack:
 
         def opened() -> Awaitable[Bus]:
@@ -241,7 +241,7 @@ class Bus:
         await self._store(self._subjects.control(kind, actor), payload, dict(headers))
 
     def watch_control(self, kinds: Sequence[str], actor: str = "") -> OrderedReader[ControlMessage]:
-        """Iterate over the last message of each subject that `watched` names, then over new messages, in stream order."""
+        """Iterate over the last message of each subject of `kinds` (see `watched`), then over new ones, in stream order."""
         prefix = self._subjects.control("")
 
         def control_message(message: Msg) -> ControlMessage:

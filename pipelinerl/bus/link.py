@@ -174,7 +174,7 @@ class Connection(Client):
                 await self._subscribe_answers()
                 yield
             finally:
-                if self.options:  # otherwise nats-py refused the URL, and nothing is open
+                if self.options:  # empty if nats-py refused the URL: then nothing is open
                     with contextlib.suppress(OSError):  # the server is gone already
                         await self.close()
 
@@ -349,7 +349,7 @@ class Connection(Client):
                 self._transport = None
             if isinstance(error, OSError):
                 raise
-            # After any other error nats-py would not try again.
+            # nats-py tries again only after an OSError or an error of its own.
             raise nats.errors.Error(f"the server there does not speak NATS: {error}") from error
 
     async def _process_err(self, err_msg: str) -> None:

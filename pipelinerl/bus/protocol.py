@@ -31,7 +31,7 @@ class StreamLimits:
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
-    """A group that is delivered more often than this is removed by an actor, which publishes its samples as failed."""
+    """Maximum number of deliveries. An actor removes a group delivered more often, and publishes its samples as failed."""
     member_ttl_s: float = 10.0
     replicas: int = 1
 
@@ -103,7 +103,7 @@ def check_actor_name(actor: str) -> str:
 
 
 def group_id_of(msg_id: str) -> str:
-    """Return the group's id from a message id of PROMPTS: `g12` for `g12`, and for `g12/...` of a group published again."""
+    """Return the group's id from a message id of PROMPTS: `g12` from `g12` or, if the group was republished, `g12/...`."""
     return msg_id.partition("/")[0]
 
 

@@ -47,7 +47,7 @@ async def stream_info(connection: Connection, stream: str) -> StreamInfo:
 
 async def stored_messages(connection: Connection, stream: str, subject: str) -> list[RawStreamMsg]:
     """Return the messages of `subject` in order. Each costs a round trip, because a work queue allows no second consumer. A
-    message that is removed or added meanwhile may be missing. Raises `BusError`."""
+    message that is removed or added during the call may be missing. Raises `BusError`."""
     info = await stream_info(connection, stream)
     first, end = info.first_position, info.last_position + 1
     size = max(1, math.ceil((end - first) / _WALKS))
@@ -132,7 +132,7 @@ class OrderedReader(Puller, Generic[_Item]):
     async def __aenter__(self) -> OrderedReader[_Item]:
         try:
             await self._attach()
-        except BaseException:  # cancellation too: no `__aexit__` follows
+        except BaseException:  # even a cancellation, because no `__aexit__` follows
             await self._detach()
             raise
         return self
@@ -206,7 +206,7 @@ class OrderedReader(Puller, Generic[_Item]):
             with bus_errors(f"reading {self._stream} at {self._connection.url}"):
                 await self._subscribe()
                 self._consumer = (await self._connection.js.add_consumer(self._stream, config)).name
-        except BaseException:  # cancellation too: the next `anext` starts over
+        except BaseException:  # even a cancellation; the next `anext` then attaches again
             self._lost = True
             raise
 
@@ -308,7 +308,7 @@ def _member_event(message: Msg) -> MemberEvent:
 
 _SHORTEST_QUESTION_S = 0.001
 _REFUSED_S = 0.2
-"""Delay before the next request if the server refused the last one for a temporary reason."""
+"""Seconds before the next request if the server refused the last one for a temporary reason."""
 _NOBODY_THERE = "503"
 _TIME_OVER = ("404", "408")
 

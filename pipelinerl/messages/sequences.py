@@ -285,7 +285,7 @@ def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
     return letter
 
 
-# Protobuf messages have the fields of their dataclasses, except `Branch.finish_reason`, which is that of the last turn.
+# Protobuf messages have the fields of their dataclasses. Only `Branch.finish_reason` is derived, from the last turn.
 
 
 def _to_proto(value: Any) -> dict[str, Any]:
@@ -526,7 +526,7 @@ def array_from_bytes(data: bytes, dtype: np.dtype, kind: str, field: str) -> NDA
 def check_token_ids(token_ids: TokenIds, kind: str, field: str) -> None:
     _check_array(token_ids, INT32, kind, field)
     if len(token_ids):
-        lowest = token_ids.argmin()  # a quarter of the cost of `min`, which matters for short sequences
+        lowest = token_ids.argmin()  # takes a quarter of the time of `min`, which matters for short sequences
         if token_ids[lowest] < 0:
             raise MessageError(kind, field, f"token {lowest} is {token_ids[lowest]}: ids must not be negative")
 

@@ -31,7 +31,7 @@ _AWAY = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,  # by a server that is stopping
+    grpc.StatusCode.CANCELLED,  # sent by a server that is stopping
 )
 _DOUBTFUL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 """Statuses that may mean a broken connection or a verifier's defect. A call that ends with one is retried only a few times."""

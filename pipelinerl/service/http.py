@@ -1,8 +1,8 @@
-"""HTTP for every service: uvicorn serves /healthz, /readyz and /metrics inside a process that has other work.
+"""HTTP for every service: uvicorn serves /healthz, /readyz and /metrics inside a process that does other work.
 
-On a loopback interface, a request is only answered if its Host header names this service. Otherwise a web site whose owner
-points its host name at this machine could read the answers through a browser here (DNS rebinding). This is not a login: a
-program that reaches the port may send any Host header.
+On a loopback interface, only /healthz is answered if the Host header does not name this service. Otherwise a web site whose
+owner points its host name at this machine could read the answers through a browser here (DNS rebinding). This is not a login:
+a program that reaches the port may send any Host header.
 
 The size of a request's headers is limited. The time until they arrive is not, because uvicorn has no setting for that.
 """
@@ -37,7 +37,7 @@ BLOCKED_AFTER_S = 30.0
 _GRACEFUL_S = 2
 _MOST_HEAD_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-"""Seconds until the server closes an idle connection. Most clients close it earlier, so few send a request too late."""
+"""Seconds until the server closes an idle connection. Most clients close it earlier, so few send a request on a closed one."""
 
 
 def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
@@ -134,7 +134,7 @@ def _bind(host: str, port: int) -> socket.socket:
         if ":" in host:  # `::` is for IPv4 too
             return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=socket.has_dualstack_ipv6())
         return socket.create_server((host, port))
-    except (OSError, OverflowError) as error:  # OverflowError: there is no such port number
+    except (OSError, OverflowError) as error:  # OverflowError: the port number is out of range
         why = (getattr(error, "strerror", "") or str(error)).partition(" (while")[0]
         fix = "give another port, or 0 for any free one"
         raise ServiceError(f"http_port = {port}: cannot listen on {host_port(host, port)} ({why}); {fix}") from error
@@ -149,7 +149,7 @@ class _EmbeddedServer(uvicorn.Server):
                 app,
                 log_config=None,
                 access_log=False,
-                backlog=128,  # asyncio accepts this many at once, and logs an error for each if no file can be opened
+                backlog=128,  # asyncio accepts this many at once, and logs an error for each without a file descriptor
                 timeout_graceful_shutdown=_GRACEFUL_S,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 ws="none",
@@ -165,11 +165,11 @@ class _EmbeddedServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        with contextlib.suppress(SystemExit):  # uvicorn's way to say that the application's lifespan failed
+        with contextlib.suppress(SystemExit):  # uvicorn raises it if the application's lifespan fails
             await super().startup(sockets)
         self.should_exit = self.should_exit or not self.started
         self._callers_loop.call_soon_threadsafe(self._tell)
 
     def _tell(self) -> None:
-        if not self.up.done():  # otherwise the waiting caller was cancelled
+        if not self.up.done():  # done if the waiting caller was cancelled
             self.up.set_result(self.started)

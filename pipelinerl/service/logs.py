@@ -66,8 +66,8 @@ AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Limit the log lines that outsiders can cause at will to one of each kind per `AGGREGATE_S`. Lines of one kind have the
-    same logger and format string. The next line of a kind says how many were left out."""
+    """Limit the log lines that outsiders can cause at will to one of each kind per `AGGREGATE_S`, unless they have tracebacks.
+    Lines of one kind have the same logger and format string. The next line of a kind says how many were left out."""
 
     def __init__(self) -> None:
         super().__init__()

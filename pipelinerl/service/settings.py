@@ -60,7 +60,7 @@ class BusSettings(ServiceSettings):
 class PolicySettings(BusSettings):
     """Settings that the actor and the trainer share."""
 
-    model_dir: str = Field("", description="Folder of the initial policy; empty = the recipe's hub model.")
+    model_dir: str = Field("", description="Folder of the initial policy; empty = as in the recipe (`model`).")
     model_cache: Path | None = None
     """Folder for initial policies that the run itself builds; used if model_dir is empty."""
     gpu_turn: Path | None = Field(None, description="File whose lock says which process uses the GPU, with `actor.colocate`.")

@@ -67,7 +67,7 @@ def check_pair(folder: Path, field: str) -> None:
     """Raise `FieldError` unless tls.key is the key of tls.crt."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
-    except (OSError, ValueError) as error:  # TLS errors are OSErrors, and so is a file that disappears meanwhile
+    except (OSError, ValueError) as error:  # TLS errors are OSErrors, and so is the error for a missing file
         reason = getattr(error, "reason", None) or error
         raise FieldError(field, str(folder / CERTIFICATE), f"does not match {KEY}: {reason}") from error
 

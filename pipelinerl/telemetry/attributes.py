@@ -22,7 +22,7 @@ STALL_S = "pipelinerl.stall_seconds"
 BYTES = "pipelinerl.bytes"
 RECEIVE_S = "pipelinerl.receive_seconds"
 CARRIED_TOKENS = "pipelinerl.tokens.carried"
-"""Completion tokens that another actor generated before the hand-over."""
+"""Number of completion tokens that another actor generated before the hand-over."""
 STATUS = "pipelinerl.verify.status"
 TASK = "pipelinerl.task"
 

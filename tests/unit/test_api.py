@@ -224,13 +224,13 @@ def test_mistakes_are_raised_before_anything_starts_and_failures_with_the_output
         pipelinerl.start("arithmetic", "none.py:score")
     with pytest.raises(FieldError, match=r"recipe = '\[3\]': give a recipe's name, its file, or a mapping of its fields"):
         pipelinerl.start([3])  # type: ignore[arg-type]
-    with pytest.raises(FieldError, match=r"run_dir = '5': give the folder of a run, as a text or a Path"):
+    with pytest.raises(FieldError, match=r"run_dir = '5': give the folder of a run, as a string or a Path"):
         pipelinerl.start("arithmetic", run_dir=5)  # type: ignore[arg-type]
     for overrides in (
         {"reward.scorer": "exact"},
         {"task": None, "tasks": [{"task": RECIPE["task"], "reward": {"scorer": "exact"}}]},
     ):
-        with pytest.raises(FieldError, match="reward = 'math': no task uses it, because each has its own"):
+        with pytest.raises(FieldError, match=r"reward = 'math': no task uses it: each has a reward\.scorer"):
             pipelinerl.start("arithmetic", "math", **overrides)
     with pytest.raises(FieldError, match=r"--set tasks\.a\.name = 3: the list has 1 items"):
         pipelinerl.start({"tasks": [{}]}, **{"tasks.a.name": 3})
@@ -253,7 +253,7 @@ def test_mistakes_are_raised_before_anything_starts_and_failures_with_the_output
             checkpoint_of(again.path)
     with pytest.raises(FieldError, match="there is no such folder"):
         pipelinerl.Run("runs/none")
-    with pytest.raises(FieldError, match=r"path = '5': give the folder of a run, as a text or a Path"):
+    with pytest.raises(FieldError, match=r"path = '5': give the folder of a run, as a string or a Path"):
         pipelinerl.Run(5)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="has no attribute 'trains'"):
         pipelinerl.trains  # noqa: B018
@@ -296,9 +296,7 @@ def test_the_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:
     (final / "pipelinerl.json").write_text('{"policy_version": 25}')
     assert {one.path for one in (checkpoint_of(tmp_path), checkpoint_of(tmp_path, 25), checkpoint_of(final))} == {final}
     assert checkpoint_of(tmp_path, 10).path.name == "step-10"
-    with pytest.raises(
-        FieldError, match=r"version = 5: its checkpoint is not there \(checkpoint\.keep\); use one of 10, 20, 25"
-    ):
+    with pytest.raises(FieldError, match=r"version = 5: has no checkpoint \(checkpoint\.keep .*\); use one of 10, 20, 25"):
         checkpoint_of(tmp_path, 5)
 
 

@@ -120,7 +120,7 @@ def test_a_conversation_goes_on_over_a_stopped_answer_a_mistake_and_another_vers
     ]
     assert f"v10 of {run}/checkpoints/step-10\nv10> {SHOWN}\nv10> {SHOWN}\n/versions " in printed
     assert "prompt = '9 tokens': the model's context has 8" in errors
-    assert "version = 11: its checkpoint is not there (checkpoint.keep); use one of 10, 20" in errors
+    assert "version = 11: has no checkpoint (checkpoint.keep limits their number); use one of 10, 20" in errors
     system = "Be brief."
     assert [(version, contents(prompt)) for version, prompt, *_ in Talker.asked] == [
         (20, [system, "stop"]),

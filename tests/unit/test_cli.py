@@ -157,7 +157,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("scale actors 2 --run-dir p.jsonl", "--run-dir = 'p.jsonl': is a file; give the folder of a run"),
         ("chat ended 1+2=", "RUN = 'ended': has no checkpoint yet; give a run that has one (checkpoint.every_steps)"),
         ("chat nosuch 1+2=", "RUN = 'nosuch': there is no such folder"),
-        ("chat there 1+2= --version 5", "version = 5: its checkpoint is not there (checkpoint.keep); use one of 0"),
+        ("chat there 1+2= --version 5", "version = 5: has no checkpoint (checkpoint.keep limits their number); use one of 0"),
         ("chat there 1+2= --max-tokens 0", "--max-tokens = 0: give 1 or more"),
         ("chat there 1+2= --temperature nan", "--temperature = nan: give 0 or more"),
         ("chat there --temprature 1", "unrecognized arguments: --temprature 1"),

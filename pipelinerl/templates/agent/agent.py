@@ -1,6 +1,6 @@
 """Answers one question, with a calculator. Reads {"prompt": ...} on standard input and prints the answer.
 
-The program uses the OpenAI-compatible server that OPENAI_BASE_URL and OPENAI_API_KEY name. It contains nothing of PipelineRL.
+The program uses the OpenAI-compatible server that OPENAI_BASE_URL and OPENAI_API_KEY name. It imports nothing from PipelineRL.
 """
 
 import ast

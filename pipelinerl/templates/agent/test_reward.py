@@ -1,5 +1,5 @@
 from agent import calculate
-from reward import score  # if you write another reward, change these lines with it
+from reward import score  # if you write another reward, change these tests too
 
 from services.verifier.rewards.item import RewardInput
 

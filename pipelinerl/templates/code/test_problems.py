@@ -1,4 +1,4 @@
-"""The first tests of problems.jsonl pass for a right program and fail for a wrong one; change these lines with them."""
+"""Check the first problem's tests with a right and a wrong program. If you change problems.jsonl, change these tests too."""
 
 import json
 from pathlib import Path

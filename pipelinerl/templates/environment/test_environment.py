@@ -1,6 +1,6 @@
 from types import SimpleNamespace
 
-from environment import GuessNumber  # if you write another environment, change these lines with it
+from environment import GuessNumber  # if you write another environment, change these tests too
 
 
 def said(text):

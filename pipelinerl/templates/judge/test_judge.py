@@ -1,4 +1,4 @@
-from judge import mark  # if you write another judge, change these lines with it
+from judge import mark  # if you write another judge, change these tests too
 
 
 def test_short_answers_earn_more_and_empty_ones_nothing():

@@ -1,4 +1,4 @@
-from reward import score  # if you write another reward, change these lines with it
+from reward import score  # if you write another reward, change these tests too
 from tools import add
 
 from services.verifier.rewards.item import RewardInput
