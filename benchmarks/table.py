@@ -34,6 +34,7 @@ _USUAL: dict[str, Any] = {
     "start": 16,
 }
 """Conditions that README.md states once for all results."""
+_NAMES = {"load_average_before": "load average (before)", "load_average_after": "load average (after)"}
 _BUSY_LOAD = 4.0
 """Load average from which the page of results says how busy the machine was."""
 
@@ -442,7 +443,7 @@ def conditions(folder: Path) -> str:
     for path in sorted(folder.glob("*.json")):
         data = _read(path.stem, folder)
         found = {**{key: data[key] for key in _CONDITIONS if key in data and key != "machine"}, **data.get("machine", {})}
-        unusual = [f"{key.replace('_', ' ')} {cell(value)}" for key, value in found.items() if not usual(key, value)]
+        unusual = [f"{_NAMES.get(key, key)} {cell(value)}" for key, value in found.items() if not usual(key, value)]
         named += [f"`{path.stem}`: {', '.join(unusual)}"] if unusual else []
     return textwrap.fill(f"Other conditions: {'; '.join(named)}.", 160, break_on_hyphens=False)
 
