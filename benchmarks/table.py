@@ -34,6 +34,7 @@ _USUAL: dict[str, Any] = {
     "start": 16,
 }
 """Conditions that README.md states once for all results."""
+_NAMES = {"load_average_before": "load average (before)", "load_average_after": "load average (after)"}
 _BUSY_LOAD = 4.0
 """Load average from which the page of results says how busy the machine was."""
 
@@ -175,7 +176,7 @@ SUMMARY = (
     ),
     Figure(
         "versus_trl",
-        "the same to 0.9, `arithmetic`",
+        "time to 0.9, `arithmetic`: TRL's divided by ours",
         {"recipe": "arithmetic", "side": "trl"},
         "speed_of_pipeline",
         interval="speed_interval",
@@ -183,7 +184,7 @@ SUMMARY = (
     ),
     Figure(
         "versus_trl",
-        "the same to 0.2, `smollm2`, 20 steps of one seed",
+        "time to 0.2, `smollm2`, 20 steps of one seed: TRL's divided by ours",
         {"recipe": "smollm2", "side": "trl"},
         "speed_of_pipeline",
         interval="speed_interval",
@@ -198,7 +199,7 @@ SUMMARY = (
     ),
     Figure(
         "pipeline_vs_conventional",
-        "the same to 0.9, `arithmetic`",
+        "the same for `arithmetic`, time to 0.9",
         {"recipe": "arithmetic", "largest_lag": 7},
         "time_ratio",
         interval="time_ratio_interval",
@@ -206,13 +207,13 @@ SUMMARY = (
     ),
     Figure(
         "virtual_accelerators",
-        "trained tokens, pipeline against conventional mode at the same mean lag; times are modelled",
+        "throughput in trained tokens, pipeline against conventional mode at the same mean lag; times are modelled",
         {"case": "conventional, same mean lag"},
         "speed_of_pipeline",
     ),
     Figure(
         "virtual_accelerators",
-        "the same at the same largest lag; times are modelled",
+        "the same comparison at the same largest lag; times are modelled",
         {"case": "conventional, same largest lag"},
         "speed_of_pipeline",
     ),
@@ -226,14 +227,14 @@ SUMMARY = (
     ),
     Figure(
         "simulated_runs",
-        "the same, `repeated-addition`",
+        "the same for `repeated-addition`",
         {"recipe": "repeated-addition", "case": "pipeline"},
         "measured_by_simulated",
         at_least=0.9,
         at_most=1.1,
     ),
     Figure("trainer_overhead", "learner against a bare torch loop, 1M parameters", {"case": "tiny"}, at_least="goal"),
-    Figure("trainer_overhead", "the same, 135M parameters", {"case": "smollm2"}, at_least="goal"),
+    Figure("trainer_overhead", "the same with 135M parameters", {"case": "smollm2"}, at_least="goal"),
     Figure("trainer_overhead", "the same on two ranks, 1M parameters", {"case": "tiny-2-ranks"}, at_least="goal"),
     Figure(
         "rank_orders",
@@ -253,18 +254,18 @@ SUMMARY = (
     ),
     Figure(
         "trainer_gpu",
-        "the same learner's tokens per second against a bare torch loop",
+        "tokens per second of this learner against a bare torch loop",
         {"model": "Qwen2 1.5B", "row_tokens": 8192, "compiled": True},
     ),
     Figure(
         "trainer_memory",
-        "peak memory of log-probabilities and loss against the plain form, bfloat16",
+        "peak memory of log-probabilities and loss against direct computation, bfloat16",
         {"part": "head", "way": "ours", "dtype": "bfloat16"},
         at_most="goal",
     ),
     Figure("checkpoint", "time of 20 steps without a checkpoint against 20 steps with one", {"case": "tiny"}, at_least="goal"),
     Figure("actor_overhead", "actor against bare vLLM, 1M parameters", {"case": "tiny"}, at_least="goal"),
-    Figure("actor_overhead", "the same, 135M parameters", {"case": "smollm2"}, at_least="goal"),
+    Figure("actor_overhead", "the same with 135M parameters", {"case": "smollm2"}, at_least="goal"),
     Figure("bus", "sequences of 1 KB against bare nats-py", {"payload": "1 KB"}, at_least="goal"),
     Figure("bus", "sequences of 256 KB against bare nats-py", {"payload": "256 KB"}, at_least="goal"),
     Figure(
@@ -284,14 +285,14 @@ SUMMARY = (
     ),
     Figure(
         "weight_update",
-        "weight transfer against a bare Gloo broadcast, 135M parameters",
+        "speed of a weight transfer against a bare Gloo broadcast, 135M parameters",
         {"model": "135m"},
         at_least="goal",
         file="weight_bandwidth",
     ),
     Figure(
         "weight_update",
-        "weight transfer to seven actors over links of 200 Mbit/s against a bare Gloo broadcast to one",
+        "speed of a weight transfer to seven actors over links of 200 Mbit/s against a bare Gloo broadcast to one",
         {"model": "7 actors"},
         at_least="goal",
         file="weight_bandwidth",
@@ -306,7 +307,7 @@ SUMMARY = (
     ),
     Figure(
         "weight_log",
-        "encoding it, processor seconds per GB",
+        "encoding this delta, processor seconds per GB",
         {"case": "step 6"},
         "encode_s_per_gb",
         "",
@@ -336,7 +337,7 @@ SUMMARY = (
     ),
     Figure(
         "membership",
-        "copies of the weights that leave the trainer when 16 actors join at once; 16 if each had a side group of its own",
+        "copies of the weights that leave the trainer when 16 actors join at once; 16 if each had its own side group",
         {"newcomers": 16},
         "copies",
         at_most=1.25,
@@ -351,7 +352,7 @@ SUMMARY = (
     ),
     Figure(
         "far_actor",
-        "the near actor's tokens per CPU second in that run against those with an unlimited link",
+        "the near actor's tokens per CPU second with this link against those with an unlimited link",
         {"case": "20 Mbit/s"},
         "near_ratio",
         at_least=0.95,
@@ -367,7 +368,7 @@ SUMMARY = (
         {"case": "tiny", "wait_s": 1.0},
         at_least="goal",
     ),
-    Figure("episodes", "the same, 135M parameters", {"case": "smollm2", "wait_s": 1.0}, at_least="goal"),
+    Figure("episodes", "the same with 135M parameters", {"case": "smollm2", "wait_s": 1.0}, at_least="goal"),
     Figure(
         "episode_endpoint",
         "a turn's time minus that of vLLM's OpenAI server, 64 requests always open",
@@ -442,7 +443,7 @@ def conditions(folder: Path) -> str:
     for path in sorted(folder.glob("*.json")):
         data = _read(path.stem, folder)
         found = {**{key: data[key] for key in _CONDITIONS if key in data and key != "machine"}, **data.get("machine", {})}
-        unusual = [f"{key.replace('_', ' ')} {cell(value)}" for key, value in found.items() if not usual(key, value)]
+        unusual = [f"{_NAMES.get(key, key)} {cell(value)}" for key, value in found.items() if not usual(key, value)]
         named += [f"`{path.stem}`: {', '.join(unusual)}"] if unusual else []
     return textwrap.fill(f"Other conditions: {'; '.join(named)}.", 160, break_on_hyphens=False)
 

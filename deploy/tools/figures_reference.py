@@ -14,7 +14,7 @@ from pipelinerl.figures import FIGURES, RUN_FIGURES, Figure, Reduction
 _HEAD = "| key | meaning |\n|---|---|"
 _WORDS: dict[Reduction, str] = {
     "sum": "sum of `{key}` over the steps",
-    "ones": "number of steps in which `{key}` is 1 or true",
+    "ones": "number of steps whose `{key}` is 1 (true counts as 1)",
     "last": "`{key}` of the last step",
     "smallest": "smallest `{key}` of a step",
     "largest": "largest `{key}` of a step",

@@ -337,6 +337,6 @@ MEANINGS = {
     StaleReason.LAG.value: "the lag of the oldest token, or the mean lag, exceeds algorithm.max_lag",
     StaleReason.UNDONE.value: "a restart of the trainer undid a version that sampled some of the tokens",
     StaleReason.UNKNOWN.value: "some tokens name a version that this run has not made yet",
-    "equal rewards": "all answers of the group were equally right, so the group teaches nothing",
+    "equal rewards": "all answers of the group earned the same, so the group teaches nothing",
 }
 """Explanations of the reasons why a sequence was not trained on, for people. docs/errors.md has the same words."""

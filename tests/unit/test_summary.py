@@ -193,7 +193,7 @@ def test_closing_lines(tmp_path: Path) -> None:
         ["failed", "1,200: reward_timeout"], ["failed", "3: b"], ["failed", "2: a"]
     ]  # fmt: skip
     assert told[0].endswith("(the reward took longer than reward.timeout_s; its worker was killed)")
-    assert told[3].startswith("  dropped filtered   8: equal rewards (all answers of the group were equally right")
+    assert told[3].startswith("  dropped filtered   8: equal rewards (all answers of the group earned the same")
     assert closing_lines({}, run, Ending(1.0, interrupted=True))[1].startswith("interrupted after 1s")
 
 
