@@ -11,7 +11,7 @@ fifth more, since how many wait at a time varies. Tokens are counted in the midd
 ends.
 
 `ratio`: the actor's tokens per second relative to those of the bare rounds before and after it, median over rounds. `decoding`:
-turns that decode in the actor, relative to H, on average. `ratio_engine_cpu`: the engine's processor time for a token in bare
+turns that decode in the actor, relative to H, on average. `ratio_engine_cpu`: the engine's processor time per turn in bare
 rounds, divided by that in the actor's; other work on the machine hardly changes it. `…_front_cpu_ms`: processor time for a turn
 of this process, vLLM's front end included and its engine not.
 """
