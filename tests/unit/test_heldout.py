@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import ServiceError
-from pipelinerl.messages.sequences import FinishReason, PolicyVersion, PromptGroup, SamplingParams, decode_sequence, encode_group
+from pipelinerl.messages.sequences import FinishReason, PolicyVersion, PromptGroup, SamplingParams, encode_group
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import accuracy_of
 from services.trainer.data import evaluation
@@ -96,7 +96,7 @@ FAILED = {"h000000": "empty_completion", "h000001": "non_finite_logprobs", "h000
 async def test_what_has_no_verdict_is_left_out_and_counted_and_wrong_in_the_lower_bound(
     actor: FakeActor, accuracy: float, lower_bound: float, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    evaluating, arrived = asyncio.create_task(evaluate(a=actor)), Mock(wraps=decode_sequence)
+    evaluating, arrived = asyncio.create_task(evaluate(a=actor)), Mock(wraps=evaluation.decode_sequence)
     with patch.object(evaluation, "decode_sequence", arrived):
         await until(lambda: arrived.call_count == (3 if actor.silent else 4))
     with an_hour_later() if actor.silent else nullcontext():
