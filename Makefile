@@ -80,6 +80,7 @@ FIRST_SEED ?= 1000
 soak: $(STAMP)  ## All faults, many random histories, releases of the chart (HISTORIES=300 FIRST_SEED=1000; about two hours)
 	@$(BIN)/python -m pytest -m soak --fault-table benchmarks/results/fault_matrix.json $(ARGS)
 	@$(BIN)/python -m benchmarks.table
+	@$(SUITE) --hypothesis-profile=random $(ARGS) tests/unit
 	@$(BIN)/python -m pytest tests/faults --histories $(HISTORIES) --first-seed $(FIRST_SEED) $(ARGS)
 	@$(BIN)/python -m pytest tests/cluster --all-releases $(ARGS)
 

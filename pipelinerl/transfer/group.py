@@ -271,13 +271,14 @@ class WeightGroup:
                 raise GroupFailed(spec.name, f"cannot be built: {error}") from error
 
         # On a thread, because torch waits for a store whose host is gone as long as TCP does.
-        meeting = on_thread(f"meet-{spec.name}", join)
+        meeting, is_late = on_thread(f"meet-{spec.name}", join), False
         while not wait([meeting], _LET_GO_S).done:
-            if stop.is_set() or time.monotonic() >= deadline + _LET_GO_S:
+            if stop.is_set() or is_late:
                 meeting.add_done_callback(close_when_met)
                 if stop.is_set():
                     raise TransferAborted(f"forming {spec.name} was abandoned")
                 raise DeadlineExceeded(spec.name, "an answer from the store", timeout_s)
+            is_late = time.monotonic() >= deadline  # one more wait, in which a process that stood still learns who is missing
         return meeting.result()
 
     def first_chunk(self, content: str) -> int:

@@ -1,4 +1,5 @@
-"""What tests ask of the machine: a port that is free, whether a process has ended, and how many files may be open.
+"""What tests ask of the machine: a port that is free, time that passes, whether a process has ended, and how many files may be
+open.
 
 Tests wait with `until` and `wait_until` for what other processes and threads do, of which no event tells.
 """
@@ -11,11 +12,30 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 
 def free_port() -> int:
     with socket.create_server(("0.0.0.0", 0)) as held:
         return int(held.getsockname()[1])
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """Yield a free port of 127.0.0.1 that no other process gets. It refuses connections until a server listens there, which
+    sets SO_REUSEADDR, as servers do."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
+
+
+@contextmanager
+def an_hour_later() -> Iterator[None]:
+    """Put the running event loop's clock forward, so that shorter timeouts which are awaited in the block end at once."""
+    loop = asyncio.get_running_loop()
+    with patch.object(loop, "time", lambda: time.monotonic() + 3600.0):
+        yield
 
 
 def ends_within(pid: int, timeout_s: float) -> bool:

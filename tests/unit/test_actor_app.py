@@ -41,7 +41,7 @@ from services.actor.engine import EngineError, GenerationRequest
 from services.actor.metrics import ActorMetrics
 from services.trainer.data.evaluation import calls_to
 from tests.support.generation import ScriptedEngine, ScriptedVerifier, generated
-from tests.support.machine import until
+from tests.support.machine import held_port, until
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group, make_recipe
 
@@ -210,19 +210,19 @@ async def test_an_actor_says_that_its_engine_starts_and_where_it_can_be_called(
             stop = asyncio.Event()
             own = settings().model_copy(update={"nats_url": nats.url, "reachable": reachable})
             actor = asyncio.create_task(app.serve(own, stop, CONTEXT, start_engine))
-            heard: list[tuple[str, str]] = []
+            heard: dict[tuple[str, str], None] = {}  # in order; the heartbeat may repeat one
             async with bus.watch_members() as events:
                 async for event in events:
                     assert event.payload is not None
                     said = decode_control(event.payload, Registration)
-                    heard.append((said.phase, said.grpc_address.partition(":")[0]))
+                    heard[said.phase, said.grpc_address.partition(":")[0]] = None
                     up.set()
                     if len(heard) == 2:
                         break
             stop.set()
             await actor
     called = "127.0.0.1" if reachable else ""
-    assert heard == [("starting", "-"), ("starting", called)], "while vLLM starts, and before a manifest comes"
+    assert [*heard] == [("starting", "-"), ("starting", called)], "while vLLM starts, and before a manifest comes"
     if not reachable:
         monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
         with pytest.raises(FieldError, match=r"weights\.backend = 'auto': needs connections to this actor; use log here"):
@@ -233,15 +233,14 @@ async def test_an_actor_that_is_up_before_nats_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     address_file = tmp_path / "address.json"
-    with NatsServer(tmp_path / "nats") as nats:
-        url = nats.url
-    nats.port = int(url.rpartition(":")[2])
-    async with waiting_for_nats(monkeypatch, caplog, nats_url=url, address_file=address_file) as (stop, actor):
-        with nats:
-            while not address_file.exists():
-                await asyncio.sleep(0.01)
-            stop.set()
-            await actor
+    with held_port() as port:
+        changes = {"nats_url": f"nats://127.0.0.1:{port}", "address_file": address_file}
+        async with waiting_for_nats(monkeypatch, caplog, **changes) as (stop, actor):
+            with NatsServer(tmp_path / "nats", port):
+                while not address_file.exists():
+                    await asyncio.sleep(0.01)
+                stop.set()
+                await actor
 
 
 async def test_a_stop_is_heard_while_an_actor_waits_for_nats(

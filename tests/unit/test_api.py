@@ -149,9 +149,11 @@ import os, pathlib, signal, sys
 pathlib.Path(sys.argv[6]).mkdir(parents=True, exist_ok=True)
 pathlib.Path(sys.argv[6], "path").write_text(os.environ["PYTHONPATH"])
 {made} and pathlib.Path(sys.argv[6], "run.json").write_text('{{"run": "a"}}')
-signal.signal(signal.SIGINT, lambda *_: (print("stopping"), sys.exit({code})))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # one that comes before sigwait is not lost
 print(*sys.argv[1:5], flush=True)
-signal.pause()
+signal.sigwait([signal.SIGINT])
+print("stopping")
+sys.exit({code})
 """
 
 

@@ -188,7 +188,7 @@ async def test_tokens_in_and_tokens_out_as_verifiers_clients_ask() -> None:
         assert context == answer["prompt_ids"] == renderer.render_ids(ASK, add_generation_prompt=True)
         assert sampling.stop_token_ids == tuple(renderer.get_stop_token_ids())
         path = str(client.base_url).replace("/v1/", "/inference/v1/generate")
-        async with httpx.AsyncClient() as raw:
+        async with httpx.AsyncClient(timeout=60) as raw:
             for wrong in ([], [-1], [VOCAB_SIZE], [1.5], "ab", None):
                 refused = await raw.post(path, json={"token_ids": wrong})
                 assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
@@ -299,7 +299,7 @@ async def test_only_episodes_under_way_are_answered() -> None:
         with pytest.raises(openai.NotFoundError) as error:
             await late.chat.completions.create(model="m", messages=ASK)
         assert unlike(error) == (404, "episode_not_found")
-        async with httpx.AsyncClient(base_url=s.address) as raw:
+        async with httpx.AsyncClient(base_url=s.address, timeout=60) as raw:
             for path in ("/", "/docs", "/metrics", "/healthz", "/episodes/guess/v1/models", "/episodes//v1/models"):
                 answer = await raw.get(path)
                 assert (answer.status_code, set(answer.json())) == (404, {"error"}), path

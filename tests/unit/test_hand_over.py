@@ -27,6 +27,7 @@ from pipelinerl.v1 import sequence_pb2
 from services.actor.engine import EngineError
 from services.actor.hand_over import HeldGroups, messages_of
 from tests.support.generation import STOP, Delivery, Stage, generated, partial, stage
+from tests.support.machine import an_hour_later
 from tests.support.memory_bus import MemoryServer
 from tests.unit.builders import RUN, make_group
 
@@ -141,20 +142,21 @@ async def test_a_sequence_can_be_handed_over_again_and_again() -> None:
 
 
 async def test_what_cannot_be_stored_is_not_acknowledged(caplog: pytest.LogCaptureFixture) -> None:
-    async with under_way(7, 8, limits=StreamLimits(ack_wait_s=0.5)) as one:
+    async with under_way(7, 8) as one:
         one.server.set_reachable(False)
         with caplog.at_level(logging.ERROR):
-            await one.leave(timeout_s=0.5)
+            await one.leave(store_within_s=0.1)
         assert "cannot hand over group g00000000: its 2 missing samples restart and 4 tokens are lost" in caplog.text
         one.server.set_reachable(True)
-        delivery = await one.bus.next_prompt(10.0)
+        with an_hour_later():
+            delivery = await one.bus.next_prompt(10.0)
         assert (delivery.msg_id, delivery.num_deliveries) == ("g00000000", 2)
         assert (await one.bus.prompts_info()).messages == 1
 
 
 async def test_a_full_queue_gets_its_group_back() -> None:
     async with under_way(7, limits=StreamLimits(prompts_max_messages=1, ack_wait_s=60.0)) as one:
-        await one.leave(timeout_s=0.5)
+        await one.leave(store_within_s=0.1)
         delivery = await one.bus.next_prompt(10.0)  # long before its deadline
         assert (delivery.msg_id, delivery.num_deliveries) == ("g00000000", 2)
 

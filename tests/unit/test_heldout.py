@@ -1,9 +1,12 @@
 """Held-out evaluation: what counts as right, what happens when actors do not answer; and the parity probe."""
 
+import asyncio
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from services.trainer.data.evaluation import (
     probe_tolerance,
     served_share,
 )
+from tests.support.machine import an_hour_later, until
 from tests.unit.builders import RUN, make_problem, make_recipe
 from tests.unit.trainer_fakes import FakeActor, FakeUpdater, serving
 
@@ -34,7 +38,7 @@ def problems(count: int) -> list[PromptGroup]:
 def evaluator(addresses: dict[str, str], asked: Sequence[PromptGroup] = (), recipe: Recipe | None = None) -> Evaluator:
     updater: Any = FakeUpdater()
     updater.serve(addresses)
-    recipe = recipe or make_recipe(evaluation={"timeout_s": 10.0}, weights={"probe_tokens": 3})
+    recipe = recipe or make_recipe(evaluation={"timeout_s": 60.0}, weights={"probe_tokens": 3})
     return Evaluator(recipe, list(asked), 20, updater, RUN, incarnation=1)
 
 
@@ -92,7 +96,11 @@ FAILED = {"h000000": "empty_completion", "h000001": "non_finite_logprobs", "h000
 async def test_what_has_no_verdict_is_left_out_and_counted_and_wrong_in_the_lower_bound(
     actor: FakeActor, accuracy: float, lower_bound: float, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    result = await evaluate(recipe=make_recipe(evaluation={"timeout_s": 2.5 if actor.silent else 10.0}), a=actor)
+    evaluating, arrived = asyncio.create_task(evaluate(a=actor)), Mock(wraps=evaluation.decode_sequence)
+    with patch.object(evaluation, "decode_sequence", arrived):
+        await until(lambda: arrived.call_count == (3 if actor.silent else 4))
+    with an_hour_later() if actor.silent else nullcontext():
+        result = await evaluating
     assert (result.overall.accuracy.value, result.overall.lower_bound) == (accuracy, lower_bound)
     assert f"leaves out answers, by reason: {told}" in caplog.text
     assert ("3 of 4 answers arrived in time" in caplog.text) is bool(actor.silent)
@@ -109,7 +117,7 @@ async def test_answers_are_sampled_as_in_training_apart_from_the_temperature() -
 
 
 async def test_several_answers_to_each_problem_give_mean_pass_at_k_and_what_is_missing() -> None:
-    recipe = make_recipe(evaluation={"timeout_s": 10.0, "samples": 2, "temperature": 1.0})
+    recipe = make_recipe(evaluation={"timeout_s": 60.0, "samples": 2, "temperature": 1.0})
     actor = FakeActor(terms={"h000001": {"answer": 0.0}}, failures={"h000003": "reward_timeout"})
     asked = [replace(problem, prompt_token_ids=np.array([one], np.int32)) for one, problem in enumerate(problems(2))]
     result = await evaluate(asked=asked, recipe=recipe, a=actor)

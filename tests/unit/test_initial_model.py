@@ -33,7 +33,7 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 from services.trainer.checkpoint.store import put_model
 from services.trainer.server import StepFeed, TrainerService
 from tests.support.certificates import Authority
-from tests.support.machine import free_port
+from tests.support.machine import held_port
 
 RUN = "r"
 TINY = {
@@ -152,18 +152,17 @@ def test_what_killed_processes_left_is_removed_a_day_later(tmp_path: Path) -> No
 async def test_an_actor_waits_for_the_trainer_and_says_so(
     tmp_path: Path, built: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    port = free_port()
     caplog.set_level(logging.INFO)
-    settings = actor_settings(tmp_path / "actor", f"127.0.0.1:{port}")
-    fetching = asyncio.create_task(fetched(settings))
-    async with asyncio.timeout(60):
-        while f"cannot fetch the initial model of trainer 127.0.0.1:{port}, trying again: UNAVAILABLE" not in caplog.text:
-            await asyncio.sleep(0.01)
-        async with trainer(recipe_of(), str(built), port):
-            await fetching
+    with held_port() as port:
+        settings = actor_settings(tmp_path / "actor", f"127.0.0.1:{port}")
+        fetching = asyncio.create_task(fetched(settings))
+        async with asyncio.timeout(60):
+            while f"cannot fetch the initial model of trainer 127.0.0.1:{port}, trying again: UNAVAILABLE" not in caplog.text:
+                await asyncio.sleep(0.01)
+            async with trainer(recipe_of(), str(built), port):
+                await fetching
     assert contents(built_folder(recipe_of(), RUN, settings.model_cache)) == FILES
-    (waits,) = [record for record in caplog.records if "trying again" in record.getMessage()]
-    assert waits.levelname == "INFO"
+    assert {record.levelname for record in caplog.records if "trying again" in record.getMessage()} == {"INFO"}
 
 
 async def test_an_actor_fetches_what_the_trainer_built_once_and_over_tls(tmp_path: Path, built: Path) -> None:
