@@ -10,12 +10,16 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from random import SystemRandom
 
 
 def free_port() -> int:
-    with socket.create_server(("0.0.0.0", 0)) as held:
-        return int(held.getsockname()[1])
+    """A port below those that Linux gives to clients and to servers that ask for any: until it is used, nobody is given it."""
+    while True:
+        port = SystemRandom().randrange(15_000, 30_000)
+        with suppress(OSError), socket.create_server(("0.0.0.0", port)):
+            return port
 
 
 def ends_within(pid: int, timeout_s: float) -> bool:
