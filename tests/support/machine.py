@@ -15,7 +15,7 @@ from random import SystemRandom
 
 
 def free_port() -> int:
-    """A port below those that Linux gives to clients and to servers that ask for any: until it is used, nobody is given it."""
+    """Return a free port below the range from which Linux serves clients and port 0, so that no other process is given it."""
     while True:
         port = SystemRandom().randrange(15_000, 30_000)
         with suppress(OSError), socket.create_server(("0.0.0.0", port)):

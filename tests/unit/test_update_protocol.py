@@ -209,7 +209,7 @@ class Stage:
             await self.updater.all_served()
 
     async def deadline_passes(self, *answered: str) -> None:
-        """The time of all other members ends when these ones and the trainer have answered."""
+        """Let the deadline pass for all other members once these and the trainer have answered."""
         main, deadline_s = self.updater._main, self.updater.deadline_s
         both, staged = {c.TRAINER, *answered}, main.record.receive_s
         await self.until(lambda: main.coordinator.answered.keys() == both == {c.TRAINER, *staged})
@@ -243,19 +243,13 @@ async def ends_with(task: asyncio.Task[None], error: type[Exception], match: str
 
 
 @asynccontextmanager
-async def stage(
-    *names: str,
-    deadline_s: float = 600.0,
-    join_timeout_s: float = 60.0,
-    server: MemoryServer | None = None,
-    sender: ScriptedSender | None = None,
-) -> AsyncIterator[Stage]:
-    server, sender = server or MemoryServer(), sender or ScriptedSender()
+async def stage(*names: str, join_timeout_s: float = 60.0, server: MemoryServer | None = None) -> AsyncIterator[Stage]:
+    server, sender = server or MemoryServer(), ScriptedSender()
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
         await bus.create_streams()
         history = Told()
-        updater = WeightUpdater(bus, sender, history, incarnation=1, deadline_s=deadline_s, join_timeout_s=join_timeout_s)
+        updater = WeightUpdater(bus, sender, history, incarnation=1, deadline_s=600.0, join_timeout_s=join_timeout_s)
         running = asyncio.create_task(updater.run())
         stack.push_async_callback(ended, running)
         one = Stage(updater, sender, {}, server, stack, running, history)

@@ -73,7 +73,7 @@ async def test_the_samples_that_came_before_their_group_was_lost_are_trained_whe
         await one.publish(make_sequence(groups[0], 0))
         for group in groups[1:]:
             await one.answer(group)
-        upkeep = asyncio.create_task(one.run.upkeep.run())  # from now on, or it might look before the answers
+        upkeep = asyncio.create_task(one.run.upkeep.run())  # it must not look before the answers are there
         await one.until_lost()
         assert one.failed() == {"prompt group lost": 1, "group incomplete": 1}
         assert len(await one.intake.take_batch(version=0)) == 2
