@@ -849,6 +849,7 @@ def test_a_tracker_that_is_unknown_or_without_its_package_is_refused(tmp_path: P
     assert "'tensorboard', 'mlflow' or 'wandb'" in problems(minimal(trackers=["neptune"]))["trackers.0"]
     (tmp_path / "wandb").mkdir()  # what W&B leaves where it ran is no package
     (tmp_path / "mlflow.py").touch()
+    assert found() == {}  # what else is needed is imported now
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     (lacking,) = examine(recipe_from_data(minimal(trackers=["mlflow", "wandb"]), "x")).problems
     assert str(lacking).startswith("trackers = ['mlflow', 'wandb']: wandb not installed: pip install 'pipelinerl[wandb]'")
