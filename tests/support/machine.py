@@ -11,13 +11,17 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from random import SystemRandom
 from unittest.mock import patch
 
 
 def free_port() -> int:
-    with socket.create_server(("0.0.0.0", 0)) as held:
-        return int(held.getsockname()[1])
+    """Return a free port below the range from which Linux serves clients and port 0, so that no other process is given it."""
+    while True:
+        port = SystemRandom().randrange(15_000, 30_000)
+        with suppress(OSError), socket.create_server(("0.0.0.0", port)):
+            return port
 
 
 @contextmanager

@@ -61,7 +61,7 @@ class Bench:
         """The loop at work, until its first step is on the compute thread, where it stays until `may_step`."""
         self.policy.may_step.clear()
         running = asyncio.create_task(self.loop.run())
-        await asyncio.to_thread(self.policy.stepping.wait, 10)
+        await asyncio.to_thread(self.policy.stepping.wait, 60)
         return running
 
     def figure(self, key: str) -> Any:
@@ -80,7 +80,7 @@ async def bench(run_dir: Path, *, skipped: str = "", **sections: Any) -> AsyncIt
     """Without probes and without evaluations on the way, unless `sections` of the recipe say otherwise."""
     quiet = {"weights": {"probe_every": 0}, "evaluation": {"every_steps": 0}}
     opened = training_run(run_dir, updater=FakeUpdater, **{**quiet, **sections})
-    async with opened as (run, policy), asyncio.timeout(60):
+    async with opened as (run, policy), asyncio.timeout(120):
         policy.skipped = skipped
         yield Bench(run, policy, run_dir)
 
@@ -118,7 +118,7 @@ async def test_a_digest_is_computed_beside_the_next_step(tmp_path: Path, monkeyp
 
     def sha256(snapshot: FakeSnapshot) -> bytes:
         if snapshot == "snapshot 1":
-            beside.append(second.wait(10))
+            beside.append(second.wait(60))
         return f"digest of {snapshot}".encode()
 
     monkeypatch.setattr(FakeSnapshot, "sha256", sha256)

@@ -577,9 +577,11 @@ def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     Path("p.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": "{i}", "tests": []}}\n' for i in (1, 2, 3, 4)))
 
     def examined(*scorers: str, **fields: Any) -> Examination:
-        file, reward = {"source": "jsonl", "path": "p.jsonl"}, {"answer_pattern": r"(\d)", "timeout_s": 0.5}
+        file, reward = {"source": "jsonl", "path": "p.jsonl"}, {"answer_pattern": r"(\d)", "timeout_s": 120.0}
         named = [name if name in SCORERS else f"my_rewards:{name}" for name in scorers]
         sets = [{"name": name, "task": file, "reward": {**reward, "scorer": name, **fields}} for name in named]
+        for hanging in (one for one in sets if one["name"] == "my_rewards:hangs"):
+            hanging["reward"]["timeout_s"] = 0.5
         return examine(recipe_from_data(minimal(evaluation={"sets": sets}), "x"), reward_rows=2)
 
     return examined
@@ -646,7 +648,7 @@ def test_references_of_mathematics_and_their_near_misses_are_tried_as_the_policy
 
 def test_a_pattern_that_takes_forever_costs_its_timeout(rehearsed: Callable[..., Examination]) -> None:
     Path("p.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": "{"a" * 40}"}}\n' for i in (1, 2)))
-    (problem,) = rehearsed("math", answer_pattern=r"(?:\w+)+#(\d)").problems
+    (problem,) = rehearsed("math", answer_pattern=r"(?:\w+)+#(\d)", timeout_s=0.5).problems
     assert "gives no reward in 1 of 1 calls" in str(problem)
     assert "took more than 0.5 s (reward.timeout_s)" in str(problem)
 
@@ -849,6 +851,7 @@ def test_a_tracker_that_is_unknown_or_without_its_package_is_refused(tmp_path: P
     assert "'tensorboard', 'mlflow' or 'wandb'" in problems(minimal(trackers=["neptune"]))["trackers.0"]
     (tmp_path / "wandb").mkdir()  # what W&B leaves where it ran is no package
     (tmp_path / "mlflow.py").touch()
+    assert found() == {}  # what else is needed is imported now
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     (lacking,) = examine(recipe_from_data(minimal(trackers=["mlflow", "wandb"]), "x")).problems
     assert str(lacking).startswith("trackers = ['mlflow', 'wandb']: wandb not installed: pip install 'pipelinerl[wandb]'")

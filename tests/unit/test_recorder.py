@@ -239,7 +239,7 @@ async def test_the_page_says_why_a_run_does_not_learn(desk: Desk) -> None:
     for _ in range(3):
         desk.step(skipped="loss not finite")
     publishing = asyncio.create_task(desk.recorder.publish_state())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not (found := json.loads(board.history())["state"].get("findings")):
             await asyncio.sleep(0.01)
     publishing.cancel()

@@ -22,6 +22,7 @@ from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_summary import jsonl_ends
 from services.actor.episodes.formats import FamilyFormat
 from tests.unit.test_episode_tokens import CALLS, FAMILIES, LOOK_UP, format_of
+from tests.unit.test_resumable import process
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028 & {{x}} $data \ud800"
 
@@ -165,10 +166,9 @@ def test_a_report_of_a_run_that_still_goes_on_and_of_one_without_a_single_step(t
     began = time.time() - YOUNG_S - 60
     os.utime(tmp_path / "recipe.yaml", (began, began))
     assert found() == ["run-failed"]
-    with subprocess.Popen(["sleep", "60"], env={"RECIPE": str(tmp_path / "recipe.yaml")}) as trainer:
-        (tmp_path / "pids.json").write_text(json.dumps({"trainer": trainer.pid}))
+    with process(RECIPE=str(tmp_path / "recipe.yaml")) as trainer:
+        (tmp_path / "pids.json").write_text(json.dumps({"trainer": trainer}))
         assert found() == [], "its trainer lives"
-        trainer.kill()
     (tmp_path / "pids.json").unlink()
     (tmp_path / "summary.json").write_text('{"error": "actor-0 died"}')
     bare = embedded(write_report(tmp_path).read_text())

@@ -199,8 +199,8 @@ FUNCTION = "def add(a, b):\n    return a + b"
     ],
 )
 def test_code_is_worth_the_tests_that_it_passes(row: dict[str, Any], answer: str, value: float, reason: str) -> None:
-    scorer = code_scorer(RewardConfig(scorer="code", binary=False, test_timeout_s=1.0, timeout_s=60.0))
-    score = scorer(RewardInput("", answer, answer, {"row": row}))
+    limits = {"test_timeout_s": 1.0 if "took more" in reason else 60.0, "timeout_s": 600.0}
+    score = code_scorer(RewardConfig(scorer="code", binary=False, **limits))(RewardInput("", answer, answer, {"row": row}))
     assert score.value == value
     assert reason in score.reason
 
@@ -246,7 +246,7 @@ add = lambda a, b: Same()""",
 
 @pytest.mark.parametrize("name", DECEIVERS)
 def test_programs_that_set_out_to_deceive_earn_nothing(name: str) -> None:
-    scorer = code_scorer(RewardConfig(scorer="code", test_timeout_s=10.0, timeout_s=60.0))
+    scorer = code_scorer(RewardConfig(scorer="code", test_timeout_s=60.0, timeout_s=600.0))
     check = {"tests": "def check(candidate):\n    assert candidate(2, 3) == 5", "entry_point": "add"}
     for row in ({"tests": ADD_CALL}, {"tests": ["assert add(2, 3) == 5"]}, check):
         for program, value in ((DECEIVERS[name], 0.0), (f"{FUNCTION}\nprint(5)\nraise SystemExit", 1.0)):
@@ -281,7 +281,7 @@ def test_programs_that_set_out_to_deceive_earn_nothing(name: str) -> None:
     ],
 )  # fmt: skip
 def test_rows_and_answers_of_users_are_understood(row: dict[str, Any], program: str) -> None:
-    scorer = code_scorer(RewardConfig(scorer="code", test_timeout_s=10.0, timeout_s=60.0))
+    scorer = code_scorer(RewardConfig(scorer="code", test_timeout_s=60.0, timeout_s=600.0))
     assert scorer(RewardInput("", program, program, {"row": row})).value == 1.0
     broken = "1" if "```" in program else f"{program.replace('a + b', 'a - b')}\nraise ValueError"
     wrong = f"```python\n{broken}\n```"
@@ -345,7 +345,8 @@ def test_programs_that_hang_cost_their_tests_and_not_the_item(monkeypatch: pytes
     monkeypatch.setattr("services.verifier.rewards.code.strongest_means", lambda: Means.NONE)
     with pytest.raises(FieldError, match=r"reward\.sandbox = None: .*Landlock"):
         code_scorer(config)
-    assert code_scorer(config.model_copy(update={"sandbox": False}))(RewardInput("", "", "", {"tests": tests[:1]})).value == 1.0
+    trusted = config.model_copy(update={"sandbox": False, "test_timeout_s": 60.0, "timeout_s": 600.0})
+    assert code_scorer(trusted)(RewardInput("", "", "", {"tests": tests[:1]})).value == 1.0
 
 
 def test_json_schema_names_what_is_wrong_with_the_answer_and_a_bad_one_is_found_at_the_start() -> None:

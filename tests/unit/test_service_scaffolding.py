@@ -230,7 +230,7 @@ async def test_error_in_a_handler_becomes_a_status(
 async def test_health_says_serving_until_the_end_and_reflection_lists_the_services() -> None:
     states, request = health_pb2.HealthCheckResponse, health_pb2.HealthCheckRequest(service=NAME)
     async with AsyncExitStack() as server:
-        port = await server.enter_async_context(serve_grpc(register, [NAME], HOST, 0, stop_grace_s=0.1))
+        port = await server.enter_async_context(serve_grpc(register, [NAME], HOST, 0, stop_grace_s=60.0))
         async with aio.insecure_channel(f"{HOST}:{port}") as channel:
             call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
@@ -241,8 +241,10 @@ async def test_health_says_serving_until_the_end_and_reflection_lists_the_servic
             assert (await stub.Check(health_pb2.HealthCheckRequest())).status == states.SERVING
             watched = stub.Watch(request)
             assert (await watched.read()).status == states.SERVING
-            await server.aclose()
+            closing = asyncio.create_task(server.aclose())
             assert (await watched.read()).status == states.NOT_SERVING
+            watched.cancel()
+            await closing
 
 
 # --- addresses, certificates, settings

@@ -16,7 +16,7 @@ from pipelinerl.recipe.loading import recipe_from_data
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.settings import ActorSettings, ServiceAddress, ServiceSettings, TrainerSettings, VerifierSettings
-from tests.support.machine import usual_open_files
+from tests.support.machine import free_port, usual_open_files
 
 NATS, VERIFIER = "nats://127.0.0.1:4000", "127.0.0.1:5000"
 
@@ -73,8 +73,7 @@ def test_threads_reach_the_processes(launches: ServiceLaunches) -> None:
 
 
 def test_the_trainers_page_keeps_its_port_over_restarts(launches: ServiceLaunches, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     again = ServiceAddress(grpc="127.0.0.1:1", http=f"127.0.0.1:{port}", pid=1)
 
     def page(page_port: int | None, again: ServiceAddress | None) -> tuple[object, object]:

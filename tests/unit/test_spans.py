@@ -161,9 +161,11 @@ async def test_who_goes_on_with_a_group_follows_the_same_trace() -> None:
 
 async def test_an_eviction_stays_in_the_updates_trace() -> None:
     with recorded() as spans:
-        async with update_stage("a", "b", deadline_s=1.0) as one:
+        async with update_stage("a", "b") as one:
             one.actors["b"].receiver.may_receive.clear()
-            await one.send(0)
+            await one.updater.offer(0, "snapshot-0")
+            await one.deadline_passes("a")
+            await one.updater.all_served()
     update = next(span for span in spans.named("weight_update") if a.ACTOR not in (span.attributes or {}))
     assert [event.name for event in update.events] == ["staged", "evicted", "aborted", "staged", "serving"]
     assert update.status.status_code is StatusCode.UNSET  # the version was served in the end

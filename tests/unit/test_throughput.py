@@ -114,7 +114,8 @@ def test_a_step_of_the_learner_tells_its_phases_and_flops() -> None:
         assert figures["imbalance"] == 0
         assert figures.keys() - {figure.key for figure in FIGURES} == {LAG_0_TOKENS, SAMPLED_WEIGHTS}
         seconds = 4 / figures["tokens_per_s"]["trained"]
-        assert sum(figures["compute_s"].values()) - 0.1 < seconds < 60
+        inside = figures["compute_s"].keys() - {"plan", "build"}  # which run before the step
+        assert sum(figures["compute_s"][phase] for phase in inside) < seconds < 600
         assert figures["tokens_per_s"]["computed"] == pytest.approx(8 / seconds)
         assert figures["mfu"] == pytest.approx(learner.prepare([group], 2).flops / (seconds * 1e12))
 

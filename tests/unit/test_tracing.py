@@ -113,6 +113,7 @@ def test_spans_leave_by_grpc_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     given(monkeypatch, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_ENDPOINT": url})
+    monkeypatch.setattr("pipelinerl.telemetry.tracing.END_WITHIN_S", 60.0)
     with tracing(CONTEXT), root("one"):
         pass
     server.stop(None)

@@ -242,6 +242,7 @@ async def test_a_frozen_actor_keeps_nobody_waiting_and_each_is_asked_over_one_ch
         await until(lambda: not told[-1])  # what it said last is not how it is
         await until(lambda: run.updater.readers.unreachable == {"a", "b"})
         well.frozen = False
+        monkeypatch.setattr(training, "ANSWER_WITHIN_S", 60.0)
         await until(lambda: told[-1])
         assert run.updater.readers.unreachable == {"a"}
         run.updater.serve({})  # type: ignore[attr-defined]

@@ -36,26 +36,32 @@ MANIFEST = build_manifest([("w", (4,), "float32")])
 CHECKSUM = 42
 
 
+def _open() -> asyncio.Event:
+    """Set until a test clears it."""
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class ScriptedSender:
-    """The trainer's end: every broadcast succeeds."""
+    """The trainer's end: every broadcast succeeds, as soon as it may end."""
 
     manifest: Manifest = MANIFEST
     backend: Backend = "gloo"
     opened: list[tuple[int, int]] = field(default_factory=list)
     sent: list[object] = field(default_factory=list)
-    seconds: float = 0.0
-    """Time of a broadcast."""
+    may_end: asyncio.Event = field(default_factory=_open)
 
     def open_group(self, epoch: int, world_size: int, deadline_s: float, patience_s: float | None) -> ScriptedGroup:
         self.opened.append((epoch, world_size))
-        return ScriptedGroup(self.sent, self.seconds)
+        return ScriptedGroup(self.sent, self.may_end)
 
 
 @dataclass
 class ScriptedGroup:
     sent: list[object]
-    seconds: float
+    may_end: asyncio.Event
     store_address: str = "127.0.0.1:1"
 
     async def built(self) -> None:
@@ -63,19 +69,12 @@ class ScriptedGroup:
 
     async def broadcast(self, snapshot: object, deadline_s: float) -> TransferResult:
         self.sent.append(snapshot)
-        await asyncio.sleep(self.seconds)
-        return TransferResult(CHECKSUM, 16, max(self.seconds, 0.001))
+        await self.may_end.wait()
+        return TransferResult(CHECKSUM, 16, 0.001)
 
     async def abandon(self) -> None:
         for _ in range(3):
             await asyncio.sleep(0)
-
-
-def _open() -> asyncio.Event:
-    """Set until a test clears it."""
-    event = asyncio.Event()
-    event.set()
-    return event
 
 
 @dataclass
@@ -209,6 +208,15 @@ class Stage:
             await self.updater.offer(version, f"snapshot-{version}")
             await self.updater.all_served()
 
+    async def deadline_passes(self, *answered: str) -> None:
+        """Let the deadline pass for all other members once these and the trainer have answered."""
+        main, deadline_s = self.updater._main, self.updater.deadline_s
+        both, staged = {c.TRAINER, *answered}, main.record.receive_s
+        await self.until(lambda: main.coordinator.answered.keys() == both == {c.TRAINER, *staged})
+        self.updater.deadline_s = 0.0
+        main._set_timer()
+        self.updater.deadline_s = deadline_s
+
     async def brought_back(self, name: str, version: int) -> None:
         """The heart of an actor that was put out beats, and a side group brings it the served version."""
         await self.actors[name].register()
@@ -235,19 +243,13 @@ async def ends_with(task: asyncio.Task[None], error: type[Exception], match: str
 
 
 @asynccontextmanager
-async def stage(
-    *names: str,
-    deadline_s: float = 5.0,
-    join_timeout_s: float = 60.0,
-    server: MemoryServer | None = None,
-    sender: ScriptedSender | None = None,
-) -> AsyncIterator[Stage]:
-    server, sender = server or MemoryServer(), sender or ScriptedSender()
+async def stage(*names: str, join_timeout_s: float = 60.0, server: MemoryServer | None = None) -> AsyncIterator[Stage]:
+    server, sender = server or MemoryServer(), ScriptedSender()
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
         await bus.create_streams()
         history = Told()
-        updater = WeightUpdater(bus, sender, history, incarnation=1, deadline_s=deadline_s, join_timeout_s=join_timeout_s)
+        updater = WeightUpdater(bus, sender, history, incarnation=1, deadline_s=600.0, join_timeout_s=join_timeout_s)
         running = asyncio.create_task(updater.run())
         stack.push_async_callback(ended, running)
         one = Stage(updater, sender, {}, server, stack, running, history)
@@ -289,9 +291,11 @@ async def test_every_actor_serves_what_was_sent_on_the_ranks_that_it_takes() -> 
 
 
 async def test_an_actor_that_misses_the_deadline_is_told_of_does_not_stop_the_others_and_comes_back() -> None:
-    async with stage("a", "b", deadline_s=1.0) as one:
+    async with stage("a", "b") as one, asyncio.timeout(60):
         one.actors["b"].receiver.may_receive.clear()
-        await one.send(0)
+        await one.updater.offer(0, "snapshot-0")
+        await one.deadline_passes("a")
+        await one.updater.all_served()
         assert (one.served("a"), one.served("b"), one.actors["b"].receiver.discards) == ([0], [], 1)
         assert (one.updater.evictions, one.updater.regroups, one.sender.opened) == (1, 1, [(1, 3), (2, 2)])
         reason, b = "deadline passed while sending", one.updater._main.coordinator.present["b"]
@@ -367,11 +371,12 @@ async def test_a_first_version_that_nobody_serves_ends_the_run_with_the_actors_r
         await one.updater.offer(0, "snapshot-0")
         says = r"version 0 within 1 s \(weights\.join_timeout_s\)[.;] [^:]+: a: disk full"
         await ends_with(one.running, ServiceError, says)
-    async with stage("a", join_timeout_s=0.5) as one:
+    async with stage("a") as one:
         await one.send(0)
+        one.updater._join_timeout_s = 0.1
         one.actors["a"].receiver.may_receive.clear()
         await one.updater.offer(1, "snapshot-1")
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(0.3)
         assert not one.running.done()
 
 
@@ -410,7 +415,7 @@ async def test_updates_go_on_while_a_joiner_is_stuck_and_take_it_in_when_it_serv
 
 
 async def test_a_side_group_outlives_the_epochs_of_the_others() -> None:
-    async with stage("a", "c", deadline_s=600) as one:
+    async with stage("a", "c") as one:
         await one.send(0)
         joiner = await one.join("b", stuck=True)
         await one.until(lambda: joiner.listener.staging_state == "receiving")
@@ -448,7 +453,7 @@ async def test_newcomers_share_a_transfer_and_one_that_fails_is_put_out_of_it_an
 
 
 async def test_a_newcomer_that_goes_while_it_shares_a_transfer_does_not_stop_the_others() -> None:
-    async with stage("a", deadline_s=600) as one:
+    async with stage("a") as one:
         await one.send(0)
         one.updater.transfers_s.append(0.5)
         b, d = await one.join("b", stuck=True), await one.join("d", stuck=True)
@@ -461,19 +466,21 @@ async def test_a_newcomer_that_goes_while_it_shares_a_transfer_does_not_stop_the
 
 
 async def test_nobody_is_evicted_while_a_transfer_makes_progress_at_its_usual_rate() -> None:
-    async with stage("a", "b", deadline_s=1.0, sender=ScriptedSender(seconds=0.8)) as one:
-        one.updater.transfers_s.append(1.0)
+    async with stage("a", "b") as one, asyncio.timeout(60):
+        await one.send(0)
+        one.updater.transfers_s.extend([600.0] * 5)
         one.actors["b"].receiver.may_receive.clear()
-        await one.updater.offer(0, "snapshot-0")
-        await one.until(lambda: "a" in one.updater._main.coordinator.answered)
-        main = one.updater._main
-        await one.until(lambda: "a" in main.record.receive_s)
+        one.sender.may_end.clear()
+        one.updater.deadline_s, main = 0.1, one.updater._main
+        await one.updater.offer(1, "snapshot-1")
+        await one.until(lambda: "a" in main.coordinator.answered and "a" in main.record.receive_s)
         one.updater.post(main, DeadlinePassed())  # as if it had waited while a's answer moved the deadline
-        await asyncio.sleep(1.2)  # b has 1 s from the end of the broadcast, which takes 0.8 s
+        await asyncio.sleep(0.3)
+        one.updater.deadline_s = 600.0
+        one.sender.may_end.set()
         one.actors["b"].receiver.may_receive.set()
-        async with asyncio.timeout(60):
-            await one.updater.all_served()
-        assert (one.served("a"), one.served("b"), one.updater.evictions) == ([0], [0], 0)
+        await one.updater.all_served()
+        assert (one.served("a"), one.served("b"), one.updater.evictions) == ([0, 1], [0, 1], 0)
 
 
 async def test_an_actor_that_starts_is_no_member_and_its_old_process_is_gone() -> None:

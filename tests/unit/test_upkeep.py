@@ -68,14 +68,16 @@ async def test_a_group_that_left_the_queue_without_its_sequences_ends_as_failed(
 
 
 async def test_the_samples_that_came_before_their_group_was_lost_are_trained_where_they_can() -> None:
-    async with desk(*KEPT) as one:
+    async with desk("feeder", "intake") as one:
         groups = await one.take_issued()  # all acknowledged
         await one.publish(make_sequence(groups[0], 0))
         for group in groups[1:]:
             await one.answer(group)
+        upkeep = asyncio.create_task(one.run.upkeep.run())  # it must not look before the answers are there
         await one.until_lost()
         assert one.failed() == {"prompt group lost": 1, "group incomplete": 1}
         assert len(await one.intake.take_batch(version=0)) == 2
+        upkeep.cancel()
 
 
 async def test_a_group_is_not_lost_while_the_log_is_still_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

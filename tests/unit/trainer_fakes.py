@@ -390,7 +390,7 @@ async def stop_during_step(run: TrainingRun, policy: FakePolicy) -> asyncio.Task
     run.loop.run = run.loop._step  # type: ignore[method-assign]
     run._wait_for_actors = no_wait  # type: ignore[method-assign]
     running = asyncio.create_task(run.run(stop))
-    await asyncio.to_thread(policy.stepping.wait, 10)
+    await asyncio.to_thread(policy.stepping.wait, 60)
     stop.set()
     return running
 
