@@ -31,7 +31,7 @@ from services.verifier.sandbox import confinement_missing
 from tests.support.certificates import Authority
 from tests.support.chat_endpoint import endpoint
 from tests.support.hostile_programs import BESIDE, ESCAPES, HOGS, LEAVERS, MAY, left_by, surroundings_in
-from tests.support.machine import ends_within, until
+from tests.support.machine import ends_within, free_port, until
 from tests.support.verifier import HERE, ROOT, START_S, ScriptedVerifier, Verifier, sample, serving, verifier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
@@ -395,8 +395,8 @@ def client_of(port: int, **options: Any) -> VerifierClient:
 
 
 async def test_a_verifier_that_goes_is_waited_for_until_it_is_back_or_the_caller_gives_up() -> None:
-    failed = list[str]()
-    async with scripted(ScriptedVerifier()) as port:
+    failed, port = list[str](), free_port()
+    async with scripted(ScriptedVerifier(), port):
         client = client_of(port, on_failed_try=failed.append)
         await client.__aenter__()
         assert len(await client.verify(items(["a"]))) == 1

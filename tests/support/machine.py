@@ -1,4 +1,4 @@
-"""What tests ask of the machine: a port that is free, whether a process has ended, and how many files may be open.
+"""What tests ask of the machine: a port that nobody else gets, whether a process has ended, and how many files may be open.
 
 Tests wait with `until` and `wait_until` for what other processes and threads do, of which no event tells.
 """
@@ -13,9 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
+_RESERVED: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.create_server(("0.0.0.0", 0)) as held:
-        return int(held.getsockname()[1])
+    """Return a TCP port on which nobody listens. It stays reserved until this process ends: the system gives it to no other
+    program that asks for any port, while servers that name it may bind it again and again, since they set SO_REUSEADDR."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("0.0.0.0", 0))
+    _RESERVED.append(reserved)
+    return int(reserved.getsockname()[1])
 
 
 def ends_within(pid: int, timeout_s: float) -> bool:
