@@ -23,7 +23,7 @@ from tests.support.machine import free_port
 
 RUN, HOST, SIZE = "demo", "127.0.0.1", 3
 REPLICATED = replace(LIMITS, replicas=SIZE, ack_wait_s=1.0, member_ttl_s=30.0)
-SOON_S = 150.0
+SOON_S = 600.0
 NUM_BEFORE, NUM_AFTER = 8, 8
 
 

@@ -42,7 +42,7 @@ def reload(server: NatsServer) -> None:
 
 
 async def persistently(call: Callable[[], Awaitable[T]]) -> T:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(150):
         while True:
             try:
                 return await call()
