@@ -50,7 +50,7 @@ VOCAB_SIZE = 400
 END = TOKENIZER.eos_token_id
 HALF = [*TOKENIZER.encode("0.5", add_special_tokens=False), END]
 DATA = recipe(
-    task={"config": {"bonus": 0.25}, "answer_timeout_s": 3.0}, model={"source": "path", "name": "unused", "max_context": 2048}
+    task={"config": {"bonus": 0.25}}, model={"source": "path", "name": "unused", "max_context": 2048}
 )
 MakeEpisodes = Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[Episodes]]
 

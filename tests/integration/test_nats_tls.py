@@ -115,7 +115,7 @@ async def test_no_password_is_sent_to_a_server_without_tls(tmp_path: Path, autho
     async with await asyncio.start_server(pretend, HOST, 0) as listener:
         url = f"{scheme}://{HOST}:{listener.sockets[0].getsockname()[1]}"
         with pytest.raises(BusError, match="the server offers no TLS, which this connection requires"):
-            async with jetstream.connect(url, RUN, credentials=credentials, tls_dir=trusting, connect_timeout_s=1):
+            async with jetstream.connect(url, RUN, credentials=credentials, tls_dir=trusting, connect_timeout_s=5):
                 pass
     assert received == b""
 

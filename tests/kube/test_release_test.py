@@ -73,7 +73,7 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(release_test, "ANSWER_S", 5.0)
+    monkeypatch.setattr(release_test, "ANSWER_S", 10.0)
 
     assert settings.nats_credentials is not None
     login, wrong = settings.nats_credentials.with_name(ACTOR), tmp_path / "wrong"
