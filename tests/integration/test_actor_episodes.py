@@ -49,9 +49,7 @@ TOKENIZER = byte_tokenizer(template=CHATML, known=("<|im_start|>",))
 VOCAB_SIZE = 400
 END = TOKENIZER.eos_token_id
 HALF = [*TOKENIZER.encode("0.5", add_special_tokens=False), END]
-DATA = recipe(
-    task={"config": {"bonus": 0.25}}, model={"source": "path", "name": "unused", "max_context": 2048}
-)
+DATA = recipe(task={"config": {"bonus": 0.25}}, model={"source": "path", "name": "unused", "max_context": 2048})
 MakeEpisodes = Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[Episodes]]
 
 

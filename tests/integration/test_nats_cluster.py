@@ -35,10 +35,7 @@ def servers(folder: Path) -> list[NatsServer]:
         NatsServer(
             folder / f"nats-{number}",
             free_port(),
-            {
-                "server_name": f"nats-{number}",
-                "cluster": {"name": "pipelinerl", "listen": f"{HOST}:{port}", "routes": routes},
-            },
+            {"server_name": f"nats-{number}", "cluster": {"name": "pipelinerl", "listen": f"{HOST}:{port}", "routes": routes}},
         )
         for number, port in enumerate(ports)
     ]

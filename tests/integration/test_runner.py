@@ -19,6 +19,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import nats
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -469,8 +470,9 @@ async def test_a_trainer_that_hangs_does_not_hold_the_stop(tmp_path: Path) -> No
     run = Run(tmp_path / "run", recipe(steps=100_000), {}, stop_within_s=0.3)
     async with running(run) as ending:
         await run.until_step(2)
-        os.kill(pid := run.pids()["trainer"], signal.SIGSTOP)
-        os.waitid(os.P_PID, pid, os.WSTOPPED)
+        trainer = psutil.Process(run.pids()["trainer"])
+        trainer.suspend()
+        await until(lambda: trainer.status() == psutil.STATUS_STOPPED)
         os.kill(os.getpid(), signal.SIGINT)
         async with asyncio.timeout(60):
             ended = await ending

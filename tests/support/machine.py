@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-
 _RESERVED: list[socket.socket] = []
 
 
