@@ -30,7 +30,8 @@ class Fake:
     exit_code = int(os.environ.get("FAKE_EXIT_CODE", "1"))
     checkpoint_every = int(os.environ.get("FAKE_CHECKPOINT_EVERY", "0"))
     pauses = os.environ.get("FAKE_PAUSES", "").split(",")
-    """Steps that the trainer goes on from only when the run's folder has a file go-on-STEP; `model`: as does the model."""
+    """Steps that the trainer goes on from only when the run's folder has a file go-on-STEP. With `model`, the process that
+    makes the model waits for the file go-on-model."""
     deaf = os.environ.get("FAKE_DEAF", "").split(",")
     """Kinds or names of those that ignore SIGTERM."""
     actor_exit = os.environ.get("FAKE_ACTOR_EXIT", "")
