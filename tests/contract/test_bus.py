@@ -79,12 +79,13 @@ async def test_an_unacknowledged_prompt_goes_to_somebody_else_after_ack_wait(con
 async def test_in_progress_extends_the_deadline(connect: Connect) -> None:
     async with run_streams(connect, replace(LIMITS, ack_wait_s=3.0)) as bus:
         await bus.publish_prompt(b"group", "g1")
+        extended_s = time.monotonic()
         delivery = await take(bus)
         for _ in range(3):  # 3.6 s in all
-            began = time.monotonic()
             late = await bus.next_prompt(1.2)
+            assert late is None or time.monotonic() - extended_s >= 3.0 * 0.95, "only a machine that stood still meanwhile"
+            extended_s = time.monotonic()
             await delivery.in_progress()
-            assert late is None or time.monotonic() - began >= 3.0, "this machine stood still meanwhile"
         await delivery.ack()
         assert (await bus.prompts_info()).messages == 0
 
@@ -271,12 +272,15 @@ async def test_many_sequences_pass_a_reader_that_started_first(bus: Bus) -> None
 
 async def test_a_repeated_id_is_one_message_within_the_duplicate_window(connect: Connect) -> None:
     async with run_streams(connect, replace(LIMITS, duplicate_window_s=2.0)) as bus:
-        assert [await bus.publish_sequence(b"a", name) for name in ("s1", "s2", "s1")] == [1, 2, 1]
-        assert (await bus.sequences_info()).messages == 2
-        async with bus.read_sequences(3) as entries, asyncio.timeout(SOON_S):
-            while await bus.publish_sequence(b"a", "s1") == 1:
+        began = time.monotonic()
+        positions = [await bus.publish_sequence(b"a", name) for name in ("s1", "s2", "s1")]
+        assert positions == [1, 2, 1] or time.monotonic() - began >= 2.0 * 0.95, "only a machine that stood still meanwhile"
+        num_stored = max(positions)
+        assert (await bus.sequences_info()).messages == num_stored
+        async with bus.read_sequences(num_stored + 1) as entries, asyncio.timeout(SOON_S):
+            while await bus.publish_sequence(b"a", "s1") <= num_stored:
                 assert await is_quiet(entries)
-            assert (await soon(entries)).position == 3
+            assert (await soon(entries)).position == num_stored + 1
 
 
 @pytest.mark.parametrize(
@@ -344,7 +348,7 @@ async def test_streams_say_when_their_oldest_message_came(bus: Bus) -> None:
     oldest_s = (await bus.sequences_info()).first_at_s
     assert oldest_s is not None
     assert before_s - CLOCKS_S <= oldest_s <= time.time() + CLOCKS_S
-    assert (await bus.prompts_info()).first_at_s == pytest.approx(oldest_s, abs=5)
+    assert oldest_s - CLOCKS_S <= ((await bus.prompts_info()).first_at_s or 0) <= time.time() + CLOCKS_S
     await bus.publish_sequence(b"b", "s2")
     assert (await bus.sequences_info()).first_at_s == oldest_s
     await bus.purge_sequences(2)
@@ -491,11 +495,14 @@ async def test_watchers_see_present_members_then_changes(bus: Bus) -> None:
 async def test_heartbeats_keep_a_member_and_without_them_it_expires(connect: Connect) -> None:
     limits = replace(LIMITS, member_ttl_s=2.0)
     async with run_streams(connect, limits) as bus, bus.watch_members() as events:
+        began = time.monotonic()
         for beat in range(4):  # longer than the TTL
             await asyncio.sleep(limits.member_ttl_s * 0.4 if beat else 0)
-            began = time.monotonic()
+            before, began = began, time.monotonic()
             await bus.put_member("actor-0", str(beat).encode())
-            assert await soon(events) == MemberEvent("actor-0", str(beat).encode())
+            while (event := await soon(events)) != MemberEvent("actor-0", str(beat).encode()):
+                assert event.payload is None
+                assert time.monotonic() - before >= limits.member_ttl_s * 0.95, "only a machine that stood still meanwhile"
         assert await soon(events) == MemberEvent("actor-0", None)
         assert time.monotonic() - began >= limits.member_ttl_s * 0.95
         await bus.put_member("actor-0", b"back")

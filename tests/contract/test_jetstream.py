@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import nats
@@ -25,7 +26,7 @@ REQUEST_TIMEOUT_S = 5.0
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[NatsServer]:
-    with NatsServer(tmp_path / "nats", extra={"max_payload": 1024**2}) as server:
+    with NatsServer(tmp_path / "nats", free_port(), {"max_payload": 1024**2}) as server:
         yield server
 
 
@@ -34,18 +35,6 @@ async def connected(server: NatsServer, limits: StreamLimits = LIMITS) -> AsyncI
     async with jetstream.connect(server.url, "demo", limits=limits, request_timeout_s=REQUEST_TIMEOUT_S) as bus:
         await bus.create_streams()
         yield bus
-
-
-def stop(server: NatsServer) -> int:
-    """Stops it and returns its port, for `start_again`."""
-    port = int(server.url.rsplit(":", 1)[1])
-    server.stop()
-    return port
-
-
-def start_again(server: NatsServer, port: int) -> None:
-    server.port = port
-    server.start()
 
 
 # --- connecting
@@ -116,14 +105,14 @@ async def test_limits_of_existing_streams_stay(server: NatsServer, caplog: pytes
 async def test_publishing_without_a_server_fails_in_bounded_time_and_works_again_after(server: NatsServer) -> None:
     async with connected(server) as bus:
         assert await bus.publish_sequence(b"1", "s1") == 1
-        port = stop(server)
+        server.stop()
         began = time.monotonic()
         with pytest.raises(BusError):
             await bus.publish_sequence(b"2", "s2")
         with pytest.raises(BusError):
             await bus.next_prompt(0.2)
         assert time.monotonic() - began < 10 * REQUEST_TIMEOUT_S
-        start_again(server, port)
+        server.start()
         assert await persistently(lambda: bus.publish_sequence(b"2", "s2")) == 2
         assert (await bus.sequences_info()).messages == 2
 
@@ -141,7 +130,8 @@ async def test_everything_goes_on_after_a_restart_of_the_server(server: NatsServ
         await asyncio.sleep(QUIET_S)  # the question is with the server; nothing tells
         await bus.publish_control("announce", b"v1")
         assert (await soon(messages)).payload == b"v1"
-        start_again(server, stop(server))
+        server.stop()
+        server.start()
         await persistently(lambda: bus.publish_sequence(b"after", "s2"))
         await persistently(lambda: bus.publish_control("announce", b"v2"))
         entry = await soon(entries)
@@ -153,9 +143,16 @@ async def test_everything_goes_on_after_a_restart_of_the_server(server: NatsServ
 
 @pytest.mark.parametrize("how", ["during an outage", "without a marker", "while nobody reads"])
 async def test_a_member_whose_end_was_not_heard_of_is_reported_all_the_same(server: NatsServer, how: str) -> None:
-    limits = replace(LIMITS, member_ttl_s=2.0)
+    limits, beats_s = replace(LIMITS, member_ttl_s=2.0), list[float]()
+
+    async def beat_once() -> None:
+        await persistently(lambda: bus.put_member("stays", b"a"))
+        beats_s.append(time.monotonic())
+        await asyncio.sleep(limits.member_ttl_s / 4)
+
     async with connected(server, limits) as bus, bus.watch_members() as events:
         await bus.put_member("stays", b"a")
+        beats_s.append(time.monotonic())
         await bus.put_member("goes", b"b")
         assert {(await soon(events)).actor, (await soon(events)).actor} == {"stays", "goes"}
         if how == "without a marker":
@@ -163,23 +160,24 @@ async def test_a_member_whose_end_was_not_heard_of_is_reported_all_the_same(serv
         elif how == "while nobody reads":
             await bus.put_member("goes", b"again")
             for _ in range(6):
-                await bus.put_member("stays", b"a")
-                await asyncio.sleep(limits.member_ttl_s / 4)
+                await beat_once()
         else:
-            port = stop(server)
+            server.stop()
             await asyncio.sleep(limits.member_ttl_s * 1.2)
-            start_again(server, port)
+            server.start()
+            beats_s[:] = [time.monotonic()]
 
         async def beat() -> None:
             while True:
-                await persistently(lambda: bus.put_member("stays", b"a"))
-                await asyncio.sleep(limits.member_ttl_s / 4)
+                await beat_once()
 
         heard, beating = [MemberEvent("goes", b"")], asyncio.create_task(beat())
         try:
             async with asyncio.timeout(SOON_S):
                 while (event := await anext(events)) != MemberEvent("goes", None):
-                    assert event.payload is not None  # put again, or told again: nobody else leaves
+                    # Put again, or told again: nobody else leaves, unless this machine stood still between two beats.
+                    longest_s = max(b - a for a, b in pairwise([*beats_s, time.monotonic()]))
+                    assert event.payload is not None or longest_s >= limits.member_ttl_s * 0.95
                     heard.append(event)
         finally:
             beating.cancel()
@@ -218,10 +216,13 @@ async def test_reading_ahead_is_bounded(server: NatsServer) -> None:
             await asyncio.gather(*(bus.publish_sequence(bytes(10), f"s{first + number}") for number in range(100)))
         async with connected(server) as reading, reading.read_sequences(1) as entries:
             await soon(entries)
-            assert not await is_quiet(entries)  # time for whatever the server wants to send
-            async with await nats.connect(server.url) as client:
-                (consumer,) = await client.jsm().consumers_info("SEQUENCES_demo")
-            assert consumer.delivered.stream_seq <= 2 * 256
+            async with await nats.connect(server.url) as client, asyncio.timeout(SOON_S):
+                seen, delivered = -1, 0
+                while delivered != seen:  # the server has sent all that it wants to
+                    await asyncio.sleep(QUIET_S)
+                    (consumer,) = await client.jsm().consumers_info("SEQUENCES_demo")
+                    seen, delivered = delivered, consumer.delivered.stream_seq
+            assert delivered <= 2 * 256
 
 
 async def test_a_cancelled_publish_is_cancelled_even_while_a_large_message_is_flushed(server: NatsServer) -> None:

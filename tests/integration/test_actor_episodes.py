@@ -36,6 +36,7 @@ from services.actor.episodes.formats import TemplateFormat
 from services.actor.metrics import ActorMetrics
 from tests.integration.test_episodes import NAME, recipe
 from tests.support.generation import ScriptedEngine, Stage, stage
+from tests.support.machine import free_port
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.support.tokenizers import CHATML, byte_tokenizer
 from tests.support.verifier import Verifier, verifier
@@ -48,9 +49,7 @@ TOKENIZER = byte_tokenizer(template=CHATML, known=("<|im_start|>",))
 VOCAB_SIZE = 400
 END = TOKENIZER.eos_token_id
 HALF = [*TOKENIZER.encode("0.5", add_special_tokens=False), END]
-DATA = recipe(
-    task={"config": {"bonus": 0.25}, "answer_timeout_s": 3.0}, model={"source": "path", "name": "unused", "max_context": 2048}
-)
+DATA = recipe(task={"config": {"bonus": 0.25}}, model={"source": "path", "name": "unused", "max_context": 2048})
 MakeEpisodes = Callable[[ScriptedEngine, ActorMetrics], AbstractAsyncContextManager[Episodes]]
 
 
@@ -161,7 +160,8 @@ async def test_an_actor_that_is_told_to_stop_hands_its_record_over_and_the_next_
 
 
 async def test_an_episode_whose_verifier_dies_is_run_again_and_nothing_is_sampled_twice(tmp_path: Path) -> None:
-    with verifier(tmp_path / "one", DATA) as dying:
+    port = free_port()
+    with verifier(tmp_path / "one", DATA, grpc_port=port) as dying:
         address = dying.wait_until_serving().address.grpc
         async with stage(in_progress=2, episodes=episodes(address)) as one:
 
@@ -174,7 +174,7 @@ async def test_an_episode_whose_verifier_dies_is_run_again_and_nothing_is_sample
             await issue(one, 0, '{"row": {"turns": 3}}')
             await one.until(lambda: len(one.engine.requests) == 3 and one.engine.running == 1)
             dying.process.kill()
-            with verifier(tmp_path / "two", DATA, grpc_port=address.rpartition(":")[2]) as other:
+            with verifier(tmp_path / "two", DATA, grpc_port=port) as other:
                 await asyncio.to_thread(other.wait_until_serving)
                 one.engine.open.set()
                 (sequence,) = await one.published(1)

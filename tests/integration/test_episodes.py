@@ -238,7 +238,7 @@ async def test_a_misdeed_costs_its_own_episode(hostile: Verifier, policy: FakeEn
 async def test_processes_an_environment_started_end_with_its_episode(policy: FakeEndpoint, tmp_path: Path) -> None:
     misdeeds = ("leave_children", "leave_children_and_hang")
     asked = [episode(policy, {"in_reply": f"{one} {tmp_path / one}"}, number) for number, one in enumerate(misdeeds)]
-    with verifier(tmp_path, recipe(task={"answer_timeout_s": 3.0}, reward={"sandbox": False})) as running:
+    with verifier(tmp_path, recipe(reward={"sandbox": False})) as running:
         results = await run(running.wait_until_serving().address.grpc, *asked)
     assert [status_name(result.status) for result in results] == ["ok", "timeout"]
     pids = [int(line) for one in misdeeds for line in (tmp_path / one).read_text().split()]
@@ -257,14 +257,16 @@ async def test_an_environment_gets_out_no_more_than_a_program(hostile: Verifier,
 
 @pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
 async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier, policy: FakeEndpoint, tmp_path: Path) -> None:
-    with verifier(tmp_path, recipe(task={"answer_timeout_s": 3.0})) as running:
+    hasty = {"task": recipe(task={"answer_timeout_s": 3.0})["task"]}
+    patient = {"name": "patient", "task": hasty["task"] | {"answer_timeout_s": START_S}}
+    with verifier(tmp_path, recipe() | {"task": None, "tasks": [hasty, patient]}) as running:
         pid = running.wait_until_serving().process.pid
         misdeeds = [*HOGS.values(), *(program.format(parent=pid) for program in LEAVERS.values())]
         results = await run_few_at_once(running, policy, misdeeds)
         assert not any(each.message.endswith("got out") for each in results)
         assert await sample(running.address, 'sandbox{code="episodes",means="landlock"}') == 1
         assert "sandbox of episodes: landlock" in running.log
-        (good,) = await run(running.address.grpc, episode(policy, {}))
+        (good,) = await run(running.address.grpc, episode(policy, {}, task="patient"))
         assert (status_name(good.status), good.reward) == ("ok", 0.5)
     pid = hostile.process.pid
     hanging = asyncio.create_task(run_few_at_once(hostile, policy, [LEAVERS["leaves processes and hangs"].format(parent=pid)]))
@@ -457,7 +459,7 @@ async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, poli
         "name": "asking",
         "path": "unused.jsonl",
         "command": f"python '{tmp_path}/my agent.py'",
-        "episode_timeout_s": 4.0,
+        "episode_timeout_s": 12.0,
     }
     rows = [{}, {"exit": 3}, {"print": 2**21}, {"sleep": str(tmp_path / "pids")}]
     requests = [
@@ -468,7 +470,7 @@ async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, poli
     assert (results[0].reward, results[0].answer) == (1.0, "0.5\n")
     assert results[1].message == "the agent ended with exit code 3: no tool is here"
     assert "more than 1048576 bytes" in results[2].message
-    assert "4 s (task.episode_timeout_s)" in results[3].message
+    assert "12 s (task.episode_timeout_s)" in results[3].message
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert [pid for pid in pids if not ends_within(pid, START_S)] == []
 

@@ -114,7 +114,8 @@ def test_each_node_has_its_rank_and_both_meet_again_in_the_same_place_when_one_i
             assert time.monotonic() < latest
             for node in nodes:
                 if (code := nodes[node].poll()) is not None:
-                    assert code == (-signal.SIGKILL if node == lost else 1)
+                    # The one that was killed also fails if it met the other again before that one had noticed.
+                    assert code in ((-signal.SIGKILL, 1) if node == lost else (1,))
                     nodes[node] = start(node)
             time.sleep(0.05)
         assert all((tmp_path / f"worker.py.met.{node}.{agent.pid}").exists() for node, agent in nodes.items())

@@ -78,7 +78,7 @@ def test_a_run_is_interrupted_and_goes_on_in_its_folder(folder: Path, run: Calla
 
     meanwhile = threading.Thread(target=interrupt)
     meanwhile.start()
-    code, said = run("mine.yaml", "--run-dir", "run", "--name", "my-run", FAKE_STEP_S="0.2")
+    code, said = run("mine.yaml", "--run-dir", "run", "--name", "my-run", FAKE_PAUSES="9")
     meanwhile.join()
     assert (code, refused) == (130, [2])
     assert "--resume = 'run': another command is using it" in said

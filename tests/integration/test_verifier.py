@@ -31,12 +31,14 @@ from services.verifier.sandbox import confinement_missing
 from tests.support.certificates import Authority
 from tests.support.chat_endpoint import endpoint
 from tests.support.hostile_programs import BESIDE, ESCAPES, HOGS, LEAVERS, MAY, left_by, surroundings_in
-from tests.support.machine import ends_within, until
+from tests.support.machine import ends_within, free_port, until
 from tests.support.verifier import HERE, ROOT, START_S, ScriptedVerifier, Verifier, sample, serving, verifier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
 
-TASK, EXACT, FURTHER = "misdeeds", "exact", "further"
+TASK, PATIENT, EXACT, FURTHER = "misdeeds", "patient", "exact", "further"
+ENDLESS = ("sleep", "hang_in_c", "backtrack", "flood", "leave_children_and_hang", "run")
+"""Misdeeds that only the reward's time limit may end. All others have so much time that a busy machine does not fail them."""
 
 
 # --- a verifier process
@@ -48,12 +50,14 @@ def recipe(**reward: Any) -> dict[str, Any]:
         {"name": name, "task": file, "reward": {"scorer": scorer, "memory_mib": 256}}
         for name, scorer in ((EXACT, "exact"), (FURTHER, "regex"))
     )
+    reward = {"scorer": "hostile_rewards:score", "timeout_s": 2.4, "memory_mib": 256} | reward
+    patient = {"name": PATIENT, "task": file, "reward": reward | {"timeout_s": START_S}}
     return {
         "name": "test",
         "model": {"source": "path", "name": "unused"},
-        "tasks": [{"task": file | {"name": TASK}}, exact],
+        "tasks": [{"task": file | {"name": TASK}}, patient, exact],
         "evaluation": {"sets": [further]},
-        "reward": {"scorer": "hostile_rewards:score", "timeout_s": 2.4, "memory_mib": 256} | reward,
+        "reward": reward,
     }
 
 
@@ -68,14 +72,16 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
         yield running.wait_until_serving()
 
 
-def items(completions: Sequence[str], task: str = TASK) -> list[VerifyItem]:
+def items(completions: Sequence[str], task: str = "") -> list[VerifyItem]:
+    """Of `task`, or else of the one whose time limit each needs."""
+    tasks = [task or (TASK if text.partition(" ")[0] in ENDLESS else PATIENT) for text in completions]
     return [
         VerifyItem(sequence_id=f"g.{index}", task=task, completion_text=text, reference_json='{"answer": "1"}')
-        for index, text in enumerate(completions)
+        for index, (task, text) in enumerate(zip(tasks, completions, strict=True))
     ]
 
 
-async def outcomes(running: Verifier, completions: Sequence[str], task: str = TASK) -> list[VerifyResult]:
+async def outcomes(running: Verifier, completions: Sequence[str], task: str = "") -> list[VerifyResult]:
     async with VerifierClient(running.address.grpc) as client:
         return await client.verify(items(completions, task))
 
@@ -149,19 +155,20 @@ async def test_what_a_reward_in_a_sandbox_takes_or_leaves_is_bounded(tmp_path: P
         hangs = LEAVERS["leaves processes and hangs"].format(parent=pid)
         for generation in range(3):
             await until(lambda: not left_by(pid))
-            hanging = asyncio.create_task(outcomes(running, [f"run {hangs}"]))
-            await until(lambda: len(left_by(pid)) == 4)
-            left, killed = left_by(pid), children(pid)
-            for _ in range(generation):
-                killed = [child for each in killed for child in children(each)]
-            for each in killed:
-                os.kill(each, signal.SIGKILL)
-            try:
-                await until(lambda left=left: not {*left} & {*left_by(pid)})  # type: ignore[misc]
-            finally:
-                for each in {*left} & {*left_by(pid)}:
+            hanging = asyncio.create_task(outcomes(running, [f"run {hangs}"], PATIENT))
+            for _ in range(2):  # after the first death it is tried again
+                await until(lambda: len(left_by(pid)) == 4)
+                left, killed = left_by(pid), children(pid)
+                for _ in range(generation):
+                    killed = [child for each in killed for child in children(each)]
+                for each in killed:
                     os.kill(each, signal.SIGKILL)
-            await hanging
+                try:
+                    await until(lambda left=left: not {*left} & {*left_by(pid)})  # type: ignore[misc]
+                finally:
+                    for each in {*left} & {*left_by(pid)}:
+                        os.kill(each, signal.SIGKILL)
+            assert [status_name(each.status) for each in await hanging] == ["crashed"]
         # two workers, each below two that keep it in bounds
         await until(lambda: not left_by(pid) and sum(1 for _ in descendants(pid)) == 6)
 
@@ -171,9 +178,10 @@ async def test_honest_programs_are_scored_among_hostile_ones(tmp_path: Path, num
     """Every fourth program is right."""
     folder, drawn = tmp_path / "verifier", random.Random(0)
     folder.mkdir()
-    reward = {"scorer": "code", "test_timeout_s": 1.0, "timeout_s": START_S, "sandbox": None}
+    data = recipe(scorer="code", test_timeout_s=1.0, timeout_s=START_S, sandbox=None)
+    data["tasks"][1]["reward"]["test_timeout_s"] = START_S
     tests = [{"input": "", "output": "right"}]
-    with surroundings_in(tmp_path) as surroundings, verifier(folder, recipe(**reward)) as running:
+    with surroundings_in(tmp_path) as surroundings, verifier(folder, data) as running:
         running.wait_until_serving()
         attempts = [*(surroundings.filled(each, running.process.pid) for each in ESCAPES.values()), *HOGS.values()]
         asked = [
@@ -182,6 +190,7 @@ async def test_honest_programs_are_scored_among_hostile_ones(tmp_path: Path, num
         ]
         for index, item in enumerate(asked):
             item.completion_text = drawn.choice(attempts) if index % 4 else "print('right')"
+            item.task = TASK if index % 4 else PATIENT
         async with VerifierClient(running.address.grpc) as client:
             for start in range(0, number, 64):
                 scored = await client.verify(asked[start : start + 64])
@@ -232,7 +241,7 @@ async def test_processes_a_reward_started_end_with_its_item(hostile: Verifier, t
     scored = await outcomes(hostile, [*(f"{one} {tmp_path / one}" for one in misdeeds), "say 1"])
     assert [status_name(outcome.status) for outcome in scored] == ["ok", "timeout", "ok"]
     pids = [int(line) for one in misdeeds for line in (tmp_path / one).read_text().split()]
-    assert len(pids) == 12
+    assert 6 < len(pids) <= 12  # a busy machine may not start all of the second six in time
     assert [pid for pid in pids if not ends_within(pid, START_S)] == []
 
 
@@ -245,7 +254,7 @@ async def test_a_leak_replaces_the_worker_and_costs_no_item(hostile: Verifier) -
 
 
 async def test_a_worker_shot_from_outside_costs_no_item(hostile: Verifier) -> None:
-    waiting = asyncio.create_task(outcomes(hostile, ["sleep 0.5"] * 2))
+    waiting = asyncio.create_task(outcomes(hostile, ["sleep 0.5"] * 2, PATIENT))
     await asyncio.sleep(0.25)  # into the rewards
     for worker in children(hostile.process.pid):
         os.kill(worker, signal.SIGKILL)
@@ -298,13 +307,13 @@ async def test_another_task_is_unknown_and_mixes_with_known_ones(hostile: Verifi
 
 async def test_outcomes_are_counted(hostile: Verifier) -> None:
     names = {
-        "ok": f'requests_total{{status="ok",task="{TASK}"}}',
+        "ok": f'requests_total{{status="ok",task="{PATIENT}"}}',
         "timeout": f'requests_total{{status="timeout",task="{TASK}"}}',
         "unknown": 'requests_total{status="unknown_task",task="(unknown)"}',
         "timeouts": "timeouts_total",
         "calls": 'calls_total{code="OK"}',
-        "halves": f'reward_bucket{{le="0.5",task="{TASK}"}}',
-        "ones": f'reward_bucket{{le="1.0",task="{TASK}"}}',
+        "halves": f'reward_bucket{{le="0.5",task="{PATIENT}"}}',
+        "ones": f'reward_bucket{{le="1.0",task="{PATIENT}"}}',
     }
     restarts = 'worker_restarts_total{reason="timeout"}'
     restarts_before = await sample(hostile.address, restarts)
@@ -395,8 +404,8 @@ def client_of(port: int, **options: Any) -> VerifierClient:
 
 
 async def test_a_verifier_that_goes_is_waited_for_until_it_is_back_or_the_caller_gives_up() -> None:
-    failed = list[str]()
-    async with scripted(ScriptedVerifier()) as port:
+    failed, port = list[str](), free_port()
+    async with scripted(ScriptedVerifier(), port):
         client = client_of(port, on_failed_try=failed.append)
         await client.__aenter__()
         assert len(await client.verify(items(["a"]))) == 1

@@ -112,7 +112,7 @@ async def test_a_full_bucket_names_its_limit_and_has_room_after_a_deletion(serve
 
 
 async def test_an_object_deleted_while_it_is_read_is_missing(server: NatsServer, tmp_path: Path) -> None:
-    async with opened(server, tmp_path, request_timeout_s=2.0) as (trainer, actor):
+    async with opened(server, tmp_path, request_timeout_s=5.0) as (trainer, actor):
         await trainer.put("w/1", [b"x" * 20_000_000])
         pieces = actor.get("w/1")
         await anext(pieces)
@@ -123,12 +123,12 @@ async def test_an_object_deleted_while_it_is_read_is_missing(server: NatsServer,
 
 async def test_a_server_that_hangs_or_is_away_is_an_error_in_time_and_then_goes_on(server: NatsServer, tmp_path: Path) -> None:
     history = History(MIXED, 12)
-    async with opened(server, tmp_path, request_timeout_s=1.0) as (trainer, actor):
+    async with opened(server, tmp_path, request_timeout_s=3.0) as (trainer, actor):
         log, reader = WeightLog(trainer, MIXED, "w", anchor_every=3), Replica(actor, MIXED, tmp_path / "reader")
         await reader.bring_to(await log.add(history.version, *history.sent()))
         published = await log.add(history.step(), *history.sent())
         await actor_fails(server, reader, log, published, history)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while True:
                 try:
                     path = await reader.bring_to(await log.add(history.step(), *history.sent()))
@@ -142,16 +142,15 @@ async def actor_fails(server: NatsServer, reader: Replica, log: WeightLog, publi
     held = reader.version
     server.freeze()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             with pytest.raises(StoreError, match="no answer in time"):
                 await log.add(history.step(), *history.sent())
             with pytest.raises(StoreError, match="no answer in time"):
                 await reader.bring_to(published)  # type: ignore[arg-type]
     finally:
         os.kill(server.pid, signal.SIGCONT)
-    server.port = int(server.url.rpartition(":")[2])  # the same one after its restart
     server.stop()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         with pytest.raises(StoreError):
             await log.add(history.step(), *history.sent())
         with pytest.raises(StoreError):

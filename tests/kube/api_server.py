@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from aiohttp import web
 
 from pipelinerl.kube.client import TRAINER, KubeClient, Permission
+from tests.support.machine import free_port
 
 NAMESPACE = "train"
 LABELS = {"app.kubernetes.io/component": "actor"}
@@ -75,9 +76,9 @@ class ApiServer:
         self._add_routes(app)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, address, self.port or port, ssl_context=self.context)
+        self.port = self.port or port or free_port()
+        site = web.TCPSite(self._runner, address, self.port, ssl_context=self.context)
         await site.start()
-        self.port = self._runner.addresses[0][1]
 
     def _add_routes(self, app: web.Application) -> None:
         app.router.add_post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", self._review_access)

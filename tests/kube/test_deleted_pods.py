@@ -1,4 +1,5 @@
-"""Actors' pods that are deleted: real processes, NATS and Gloo groups around an API server; heartbeats that expire in an hour.
+"""Actors' pods that are deleted: real processes, NATS and Gloo groups around an API server; heartbeats that expire in an hour,
+and actors that may be as slow as they like.
 
 A departure that is noticed here was therefore noticed through the API.
 """
@@ -22,7 +23,7 @@ from tests.kube.api_server import NAMESPACE, SELECTOR, ApiServer
 from tests.unit.builders import RUN
 
 Account = Callable[[str], Path]
-NEVER_EXPIRE = replace(SETTINGS, member_ttl_s=3600)
+NEVER_EXPIRE = replace(SETTINGS, member_ttl_s=3600, deadline_s=3600, stall_timeout_s=3600)
 
 
 def trainer_settings(folder: Path, account: Path, **changes: Any) -> TrainerSettings:

@@ -1,6 +1,5 @@
 """What `helm test` looks at in a release: each part that does not work is named, with what to do, and nothing else is."""
 
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from services.trainer.release_test import OBJECTS, checks, failures, options_of
 from tests.chart.rendering import ROOT
 from tests.kube.api_server import ApiServer
 from tests.support.guarded_nats import guarded
+from tests.support.machine import free_port
 
 NAMES = [
     *("recipe", "volume", "NATS", "actor's login to NATS", "trainer's Service", "verifier's Service", "actor's Service"),
@@ -25,8 +25,7 @@ NAMES = [
 
 
 def unused() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(release_test, "ANSWER_S", 5.0)
+    monkeypatch.setattr(release_test, "ANSWER_S", 10.0)
 
     assert settings.nats_credentials is not None
     login, wrong = settings.nats_credentials.with_name(ACTOR), tmp_path / "wrong"

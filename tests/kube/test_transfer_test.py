@@ -41,12 +41,12 @@ async def test_two_pods_send_each_other_the_bytes() -> None:
 
 def test_a_pod_that_is_alone_or_has_no_gpu_says_so_within_its_time(capsys: pytest.CaptureFixture[str]) -> None:
     for index, device, what in (
-        (0, "cpu", "meeting pod 1: weight group pair: connecting 2 ranks ([1] are missing) took longer than 1."),
+        (0, "cpu", "meeting pod 1: weight group pair: connecting 2 ranks ([1] are missing) took longer than "),
         (1, "cpu", "meeting pod 0: weight group pair: "),  # in one of three ways, by torch's random pauses
         (0, "cuda", "GPU: the pod requests one but sees none"),
     ):
         address = unused()
-        assert main(arguments(index, address, device, within_s=1)) == 1
+        assert main(arguments(index, address, device, within_s=6)) == 1
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
         assert what in line
         asked = f"; is pod {1 - index} running, and can both pods reach each other on every TCP port, first on {address}?"

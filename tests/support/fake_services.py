@@ -30,11 +30,10 @@ class Fake:
     exit_code = int(os.environ.get("FAKE_EXIT_CODE", "1"))
     checkpoint_every = int(os.environ.get("FAKE_CHECKPOINT_EVERY", "0"))
     pauses = os.environ.get("FAKE_PAUSES", "").split(",")
-    """Steps that the trainer goes on from only when the run's folder has a file go-on-STEP."""
-    model_s = float(os.environ.get("FAKE_MODEL_S", "0.5"))
+    """Steps that the trainer goes on from only when the run's folder has a file go-on-STEP. With `model`, the process that
+    makes the model waits for the file go-on-model."""
     deaf = os.environ.get("FAKE_DEAF", "").split(",")
     """Kinds or names of those that ignore SIGTERM."""
-    model_error = os.environ.get("FAKE_MODEL_ERROR", "")
     actor_exit = os.environ.get("FAKE_ACTOR_EXIT", "")
     only_actor = os.environ.get("FAKE_ONLY_ACTOR", "")
     """Name of the one actor that exits so; empty: all."""
@@ -191,11 +190,8 @@ async def model() -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     with filling(built_folder(recipe, SETTINGS["run"], Path(SETTINGS["model_cache"]))) as beside:
         print("INFO initial model: step 1 of 2", flush=True)
-        await asyncio.sleep(Fake.model_s)  # the runner looks at the log every 0.2 s
-        if Fake.model_error:
-            print(Fake.model_error, flush=True)
-            await asyncio.sleep(0.5)
-            sys.exit(2)
+        while "model" in Fake.pauses and not Path(SETTINGS["recipe"]).with_name("go-on-model").exists():
+            await asyncio.sleep(0.02)
         (beside / "config.json").write_text(recipe.model.model_dump_json())
     return 0
 

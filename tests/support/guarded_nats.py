@@ -18,7 +18,7 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 from pipelinerl.bus.protocol import FROM_ACTOR, NO_HEADERS, ControlMessage, Headers, StreamLimits
 from pipelinerl.errors import BusError
-from tests.support.machine import until
+from tests.support.machine import free_port, until
 
 T = TypeVar("T")
 
@@ -27,11 +27,12 @@ LIMITS = StreamLimits(sequences_max_bytes=64 * 1024**2, ack_wait_s=60.0, member_
 
 
 def guarded(folder: Path, run: str, **extra: object) -> NatsServer:
-    """A server with the users of `run`, whose credentials are files in `folder`."""
+    """A server with the users of `run`, whose credentials are files in `folder`. It keeps its port when it is started again."""
     folder.mkdir(parents=True, exist_ok=True)
     for user, password in PASSWORDS.items():
         (folder / user).write_text(f"{user}:{password}\n")
-    return NatsServer(folder / "nats", extra={"max_payload": 1024**2, "authorization": authorization(run, PASSWORDS), **extra})
+    config = {"max_payload": 1024**2, "authorization": authorization(run, PASSWORDS), **extra}
+    return NatsServer(folder / "nats", free_port(), config)
 
 
 def reload(server: NatsServer) -> None:
@@ -41,7 +42,7 @@ def reload(server: NatsServer) -> None:
 
 
 async def persistently(call: Callable[[], Awaitable[T]]) -> T:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(150):
         while True:
             try:
                 return await call()
