@@ -11,11 +11,22 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from pipelinerl.local.processes import why_taken
 
 
 def free_port() -> int:
     with socket.create_server(("0.0.0.0", 0)) as held:
         return int(held.getsockname()[1])
+
+
+def lasting_port() -> int:
+    """A free port below those that the system gives to whoever asks for any, so that it stays free until it is bound, and
+    when its process is started again; 0 if there is none."""
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(given - 1 - os.getpid() % (given // 2), 1024, -1)
+    return next((port for port in ports if not why_taken(port)), 0)
 
 
 def ends_within(pid: int, timeout_s: float) -> bool:
