@@ -322,7 +322,8 @@ class LightMember:
     async def until_broken(self) -> None:
         """Returns when it has broken. One that freezes stands still then: a SIGCONT before its SIGSTOP would be lost."""
         await self.until(lambda: self.broke)
-        while self.spec.breaks.how == "freezes" and self.is_running:
+        freezes = self.spec.breaks is not None and self.spec.breaks.how == "freezes"
+        while freezes and self.is_running:  # noqa: ASYNC110 - no event tells of a stop
             await asyncio.sleep(_TICK_S)
 
     async def until(self, condition: Any, timeout_s: float = WITHIN_S) -> None:

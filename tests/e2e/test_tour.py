@@ -56,7 +56,7 @@ from tests.monitoring.catalogue import groups, names_in, samples, shown_alerts
 from tests.support import stranger
 from tests.support.browser import OpenPage, barriers, chromium, opened
 from tests.support.collector import Collector, collecting
-from tests.support.machine import lasting_port
+from tests.support.machine import free_port
 from tests.support.runs import (
     PARITY_NATS,
     PROGRAM,
@@ -170,13 +170,14 @@ async def tour(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> As
             "OTEL_EXPORTER_OTLP_TIMEOUT": "300",  # so that no span is lost while the collector stands still
             "OTEL_BSP_MAX_QUEUE_SIZE": "100000",
         }
-        port = ("--page-port", str(lasting_port()))
+        port = ("--page-port", str(free_port()))
         run = stack.enter_context(started_run(recipe, folder / "run", *port, environment=environment))
         targets = await asyncio.to_thread(run_targets, run.run_dir, run.process)
         scraping = prometheus_server(prometheus_program, folder, scrape_configs(targets), rules=[folder / "rules.yaml"])
         prometheus = stack.enter_context(scraping)
         browser = await stack.enter_async_context(chromium())
         await run.until_step(CALM_STEPS)
+        await run.until(lambda: any("talks" in record["tasks"] for record in run.metrics()), "a step with episodes")
         link = re.search(r"^Live page: (http://127\.0\.0\.1:[0-9]+/[\w-]+/)$", run.said, re.MULTILINE)
         assert link is not None, run.said
         stays = stranger.another_user(RunDir(run.run_dir, ""), ["actor", "engine", "trainer"])
@@ -210,13 +211,14 @@ class Calm:
 
 @phase()
 async def calm(tour: Tour) -> Calm:
-    records = tour.run.metrics()[:CALM_STEPS]
-    start_s = time.time()
+    records, start_s = tour.run.metrics(), time.time()
     calm = Calm(records, Collector(), start_s, start_s)
 
     def later_ones() -> bool:
         calm.spans.spans = list(tour.collector.spans)
-        return any(span.attributes["pipelinerl.policy.version"] > CALM_STEPS + 2 for span in calm.spans.named("weight_update"))
+        return any(
+            span.attributes["pipelinerl.policy.version"] > len(records) + 2 for span in calm.spans.named("weight_update")
+        )
 
     def all_there() -> bool:
         """The spans of these steps have left every process, since each exports its spans in the order of their ends."""
@@ -240,9 +242,10 @@ async def test_spans_come_from_all_services_and_name_the_run(calm: Calm) -> None
 
 async def test_every_trained_sequence_is_one_trace_over_feeder_actor_verifier_and_trainer(calm: Calm) -> None:
     version = "pipelinerl.policy.version"
-    steps = {span.id: span for span in calm.spans.named("step.train") if span.attributes[version] <= CALM_STEPS}
-    assert sorted(span.attributes[version] for span in steps.values()) == list(range(1, CALM_STEPS + 1))
-    trained = [span for span in calm.spans.named("sequence.train") if span.attributes[version] <= CALM_STEPS]
+    last = len(calm.records)
+    steps = {span.id: span for span in calm.spans.named("step.train") if span.attributes[version] <= last}
+    assert sorted(span.attributes[version] for span in steps.values()) == list(range(1, last + 1))
+    trained = [span for span in calm.spans.named("sequence.train") if span.attributes[version] <= last]
     assert len(trained) == sum(record["sequences_trained"] for record in calm.records)
     kinds = Counter[bool]()
     for end in trained:
@@ -280,7 +283,7 @@ async def test_the_spans_of_a_weight_update_cover_the_trainer_and_every_actor(ca
     updates = [
         span
         for span in calm.spans.named("weight_update")
-        if "pipelinerl.actor" not in span.attributes and span.attributes["pipelinerl.policy.version"] <= CALM_STEPS
+        if "pipelinerl.actor" not in span.attributes and span.attributes["pipelinerl.policy.version"] <= len(calm.records)
     ]
     versions = [span.attributes["pipelinerl.policy.version"] for span in updates]
     assert versions[:2] == [0, 1]

@@ -83,14 +83,7 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
 async def fault_stage(folder: Path, *, host: str = "127.0.0.1", settings: Settings = SETTINGS) -> AsyncIterator[FaultStage]:
     """Ends with a check of the invariants, where the test got so far."""
     async with light_stage(
-        folder,
-        settings,
-        weights_of,
-        FaultStage,
-        heard=tuple(HEARD),
-        actor=EVERY_ACTOR,
-        host=host,
-        request_timeout_s=2.0,
+        folder, settings, weights_of, FaultStage, heard=tuple(HEARD), actor=EVERY_ACTOR, host=host, request_timeout_s=2.0
     ) as stage:
         yield stage
         stage.check()

@@ -26,7 +26,7 @@ from pipelinerl.transfer.stores import LogStore, ObjectMissing, StoreError, open
 from pipelinerl.transfer.weight_log import Replica, WeightLog
 from services.trainer.checkpoint import store as uploads
 from services.trainer.checkpoint.store import LATEST, MANIFEST
-from tests.support.machine import lasting_port
+from tests.support.machine import free_port
 from tests.unit.builders import RUN
 from tests.unit.test_training_run import until_logged
 from tests.unit.test_uploads import fetched, model
@@ -44,7 +44,7 @@ class Server:
     """An S3 server in a process of its own, which forgets everything when it ends."""
 
     def __init__(self, log: Path) -> None:
-        self._log, self.port = log, lasting_port()
+        self._log, self.port = log, free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -4,10 +4,10 @@ Tests wait with `until` and `wait_until` for what other processes and threads do
 """
 
 import asyncio
+import itertools
 import os
 import resource
 import select
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,18 +15,17 @@ from pathlib import Path
 
 from pipelinerl.local.processes import why_taken
 
+_CALLS = itertools.count()
+
 
 def free_port() -> int:
-    with socket.create_server(("0.0.0.0", 0)) as held:
-        return int(held.getsockname()[1])
-
-
-def lasting_port() -> int:
-    """A free port below those that the system gives to whoever asks for any, so that it stays free until it is bound, and
-    when its process is started again; 0 if there is none."""
+    """A port on which nobody listens. It is below those that the system gives to whoever asks for any, so that it stays free
+    until it is bound, and between two processes that bind it. Each process of the tests begins elsewhere."""
+    low = 1024
     given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ports = range(given - 1 - os.getpid() % (given // 2), 1024, -1)
-    return next((port for port in ports if not why_taken(port)), 0)
+    assert given > 2 * low, "the system gives every port away"
+    places = (low + (64 * os.getpid() + number) % (given - low) for number in _CALLS)
+    return next(port for port in places if not why_taken(port))
 
 
 def ends_within(pid: int, timeout_s: float) -> bool:

@@ -94,13 +94,11 @@ async def refused_everywhere(run_dir: RunDir, folder: Path) -> None:
     url = json.loads(run_dir.address("nats").read_bytes())["url"]
     trusting = ssl.create_default_context()
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    options = {"allow_reconnect": False, "connect_timeout": REFUSED_WITHIN_S, "error_cb": _nothing, "tls": trusting}
     for attack in BY_NATS:
         for login in ({}, {"user": "actor", "password": own.nats("actor").read_text().partition(":")[2]}):
             with pytest.raises(nats.errors.Error, match="Authorization Violation"):
-                connecting = nats.connect(
-                    url, allow_reconnect=False, connect_timeout=REFUSED_WITHIN_S, error_cb=_nothing, tls=trusting, **login
-                )
-                async with await connecting as client:
+                async with await nats.connect(url, **options, **login) as client:
                     await attack(client, Subjects(run_dir.name))
     for attack in BY_GRPC:
         for tls_dir in (None, own.tls_dir):
