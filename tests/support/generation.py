@@ -182,7 +182,7 @@ class Stage:
                     return found
         raise AssertionError("the log ended")
 
-    async def leave(self, timeout_s: float = 1.0) -> None:
+    async def leave(self, timeout_s: float = 60.0) -> None:
         self.gate.drain()
         await self.sampler.interrupt(timeout_s)
         self.running.cancel()
