@@ -19,7 +19,7 @@ import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,6 +52,8 @@ PHASES: tuple[Phase, ...] = ("joining", "receiving", "staged", "committing", "se
 How = Literal["dies", "freezes", "hangs", "fails"]
 """SIGKILL to itself, SIGSTOP to itself, waits for ever while its heart beats, raises."""
 STALL_TIMEOUT_S = 2.0
+WITHIN_S = 300.0
+"""Far above what anything here takes: reached only by something that waits for ever."""
 _CLONE_NEWNET = 0x40000000
 _TICK_S = 0.005
 
@@ -297,7 +299,9 @@ class LightMember:
         return self.served[-1].number if self.served else -1
 
     def send(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
+        """Does nothing if it is gone."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
 
     @property
     def is_running(self) -> bool:
@@ -312,10 +316,17 @@ class LightMember:
     def broke(self) -> bool:
         return any(report.kind == "breaks" for report in self.reports)
 
-    async def until_serving(self, version: int, timeout_s: float = 30.0) -> None:
+    async def until_serving(self, version: int, timeout_s: float = WITHIN_S) -> None:
         await self.until(lambda: self.version >= version, timeout_s)
 
-    async def until(self, condition: Any, timeout_s: float = 30.0) -> None:
+    async def until_broken(self) -> None:
+        """Returns when it has broken. One that freezes stands still then: a SIGCONT before its SIGSTOP would be lost."""
+        await self.until(lambda: self.broke)
+        freezes = self.spec.breaks is not None and self.spec.breaks.how == "freezes"
+        while freezes and self.is_running:  # noqa: ASYNC110 - no event tells of a stop
+            await asyncio.sleep(_TICK_S)
+
+    async def until(self, condition: Any, timeout_s: float = WITHIN_S) -> None:
         """Raises TimeoutError with what it has said so far."""
         try:
             async with asyncio.timeout(timeout_s):

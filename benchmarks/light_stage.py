@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.light_members import Break, LightMember, MemberSpec, light_member
+from benchmarks.light_members import WITHIN_S, Break, LightMember, MemberSpec, light_member
 from benchmarks.nats_server import NatsServer
 from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.protocol import StreamLimits
@@ -29,8 +29,6 @@ from services.trainer.weight_sync.sender import LogWriter, WeightSender
 from services.trainer.weight_sync.updater import WeightUpdater
 
 RUN = "light"
-WITHIN_S = 300.0
-"""Far above what anything here takes: reached only by something that waits for ever."""
 NUM_CHUNKS = 8
 ANCHOR_EVERY = 4
 _LOOK_S = 0.001

@@ -102,7 +102,7 @@ def prometheus_server(
         yield _when_ready(process, output)
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait()
 
 
 def _when_ready(process: subprocess.Popen[bytes], output: Path) -> Prometheus:

@@ -19,7 +19,7 @@ MAX_PAYLOAD_BYTES = 64 * 1024**2
 """Maximum size of a message. NATS allows no larger value."""
 MAX_STORAGE_BYTES = 1 << 40
 """Limit on the bytes that all streams may reserve together. Each stream also has its own limit."""
-READY_WITHIN_S = 10.0
+READY_WITHIN_S = 60.0
 
 
 def find_nats_server() -> str:

@@ -7,6 +7,7 @@ each service, which the commit chooses. `--fault-seed N` plays those of another 
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from contextlib import AsyncExitStack, suppress
@@ -18,6 +19,7 @@ import pytest
 
 from pipelinerl.local.services import COMMANDS
 from pipelinerl.run_dir import RunDir, newest_checkpoint, resumable, trainer_starts
+from pipelinerl.run_summary import read_jsonl
 from services.trainer.data.recording import read_step
 from tests.documents.check_documents import described
 from tests.faults.matrix import RANK_1, SURVIVE_WITHIN_S, Fault, interrupt, local_run, run_under_fire, some_faults, write_recipe
@@ -35,8 +37,8 @@ TWO_RANKS = {"nproc": 2, "tokens_per_microbatch": 256}
 
 
 def records_of(run_dir: RunDir) -> list[dict[str, Any]]:
-    lines = run_dir.metrics.read_text().splitlines() if run_dir.metrics.exists() else []
-    return [json.loads(line) for line in lines]
+    """All but a line that is being written."""
+    return read_jsonl(run_dir.metrics)
 
 
 async def test_two_ranks_survive_a_fault_of_each_service_and_a_dead_rank(
@@ -132,6 +134,11 @@ LONGER = {
 }
 
 
+def caught(run_dir: RunDir) -> set[str]:
+    """Actors in quarantine."""
+    return set(re.findall(r"actor '([^']+)' is quarantined", run_dir.log("trainer").read_text()))
+
+
 async def test_conventional_mode_freezes_the_behaviour_policy_and_a_liar_is_quarantined_and_two_ranks_stop_together(
     tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -147,7 +154,7 @@ async def test_conventional_mode_freezes_the_behaviour_policy_and_a_liar_is_quar
     recipe = write_tiny_recipe(tiny_model, tmp_path, changes, mode="conventional")
     async with local_run(tmp_path, recipe, WITH_A_LIAR) as (run_dir, running, out):
         async with asyncio.timeout(SURVIVE_WITHIN_S), AsyncExitStack() as stack:
-            while len(records := records_of(run_dir)) < 9 or not records[-1]["sequences"]["failed"]:  # of the liar
+            while len(records := records_of(run_dir)) < 9 or not (records[-1]["sequences"]["failed"] and caught(run_dir)):
                 assert not running.done(), out.getvalue()
                 await asyncio.sleep(0.1)
                 if records_of(run_dir) and not (tmp_path / "stranger").exists():
@@ -173,9 +180,7 @@ async def test_conventional_mode_freezes_the_behaviour_policy_and_a_liar_is_quar
     assert not any("7" in one["completion"] or "7" in (one["tokens"] or [])[:-1] for one in samples)
     assert (run_dir.path / "checkpoint" / "config.json").is_file()
     audit(run_dir.path)
-    said = run_dir.log("trainer").read_text()
-    assert f"'{LIAR}' is quarantined" in said
-    assert "'actor-0' is quarantined" not in said, "the honest one, by 1 % of its tokens of lag 0"
+    assert caught(run_dir) == {LIAR}, "not the honest one, by 1 % of its tokens of lag 0"
     await stranger.done_to_a_copy(run_dir)
 
 

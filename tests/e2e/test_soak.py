@@ -26,8 +26,7 @@ async def test_the_default_recipe_learns_with_one_actor_then_three_then_one(tmp_
         await run.more_steps()
         await run.scale(3)
         await run.until_members(3)
-        for process in run.processes_of(VICTIM):
-            process.kill()
+        run.kill(VICTIM)
         await run.more_steps()
         await run.until_members(3)
         await run.scale(1)

@@ -56,6 +56,7 @@ from tests.monitoring.catalogue import groups, names_in, samples, shown_alerts
 from tests.support import stranger
 from tests.support.browser import OpenPage, barriers, chromium, opened, too_wide
 from tests.support.collector import Collector, collecting
+from tests.support.machine import free_port
 from tests.support.runs import (
     PARITY_NATS,
     PROGRAM,
@@ -144,7 +145,7 @@ async def tour(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> As
         "trainer": {"steps": 100_000},
         "evaluation": {"every_steps": 0, "samples": 2, "temperature": 1.0},
         "checkpoint": {"every_steps": 8, "upload": f"file://{folder}/store"},
-        "weights": {"deadline_s": 5, "probe_every": 4},
+        "weights": {"deadline_s": 15, "probe_every": 4},
     }
     recipe = write_tiny_recipe(tiny_model, folder, changes, tasks=TASKS)
     at_once = [  # the alerts' conditions themselves: nothing in a short run lasts as long as their `for`
@@ -163,13 +164,17 @@ async def tour(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> As
             # The whole URL, so that vLLM's workers would begin to trace by themselves if they saw it.
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces",
             "OTEL_EXPORTER_OTLP_HEADERS": "authorization=secret",
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "300",  # so that no span is lost while the collector stands still
+            "OTEL_BSP_MAX_QUEUE_SIZE": "100000",
         }
-        run = stack.enter_context(started_run(recipe, folder / "run", environment=environment))
+        port = ("--page-port", str(free_port()))
+        run = stack.enter_context(started_run(recipe, folder / "run", *port, environment=environment))
         targets = await asyncio.to_thread(run_targets, run.run_dir, run.process)
         scraping = prometheus_server(prometheus_program, folder, scrape_configs(targets), rules=[folder / "rules.yaml"])
         prometheus = stack.enter_context(scraping)
         browser = await stack.enter_async_context(chromium())
         await run.until_step(CALM_STEPS)
+        await run.until(lambda: any("talks" in record["tasks"] for record in run.metrics()), "a step with episodes")
         link = re.search(r"^Live page: (http://127\.0\.0\.1:[0-9]+/[\w-]+/)$", run.said, re.MULTILINE)
         assert link is not None, run.said
         stays = stranger.another_user(RunDir(run.run_dir, ""), ["actor", "engine", "trainer"])
@@ -203,13 +208,14 @@ class Calm:
 
 @phase()
 async def calm(tour: Tour) -> Calm:
-    records = tour.run.metrics()[:CALM_STEPS]
-    start_s = time.time()
+    records, start_s = tour.run.metrics(), time.time()
     calm = Calm(records, Collector(), start_s, start_s)
 
     def later_ones() -> bool:
         calm.spans.spans = list(tour.collector.spans)
-        return any(span.attributes["pipelinerl.policy.version"] > CALM_STEPS + 2 for span in calm.spans.named("weight_update"))
+        return any(
+            span.attributes["pipelinerl.policy.version"] > len(records) + 2 for span in calm.spans.named("weight_update")
+        )
 
     def all_there() -> bool:
         """The spans of these steps have left every process, since each exports its spans in the order of their ends."""
@@ -233,9 +239,10 @@ async def test_spans_come_from_all_services_and_name_the_run(calm: Calm) -> None
 
 async def test_every_trained_sequence_is_one_trace_over_feeder_actor_verifier_and_trainer(calm: Calm) -> None:
     version = "pipelinerl.policy.version"
-    steps = {span.id: span for span in calm.spans.named("step.train") if span.attributes[version] <= CALM_STEPS}
-    assert sorted(span.attributes[version] for span in steps.values()) == list(range(1, CALM_STEPS + 1))
-    trained = [span for span in calm.spans.named("sequence.train") if span.attributes[version] <= CALM_STEPS]
+    last = len(calm.records)
+    steps = {span.id: span for span in calm.spans.named("step.train") if span.attributes[version] <= last}
+    assert sorted(span.attributes[version] for span in steps.values()) == list(range(1, last + 1))
+    trained = [span for span in calm.spans.named("sequence.train") if span.attributes[version] <= last]
     assert len(trained) == sum(record["sequences_trained"] for record in calm.records)
     kinds = Counter[bool]()
     for end in trained:
@@ -273,7 +280,7 @@ async def test_the_spans_of_a_weight_update_cover_the_trainer_and_every_actor(ca
     updates = [
         span
         for span in calm.spans.named("weight_update")
-        if "pipelinerl.actor" not in span.attributes and span.attributes["pipelinerl.policy.version"] <= CALM_STEPS
+        if "pipelinerl.actor" not in span.attributes and span.attributes["pipelinerl.policy.version"] <= len(calm.records)
     ]
     versions = [span.attributes["pipelinerl.policy.version"] for span in updates]
     assert versions[:2] == [0, 1]
@@ -396,39 +403,38 @@ async def test_everything_on_the_page_can_be_reached_and_named_without_a_mouse(t
         assert await shown.page.evaluate("document.activeElement.tagName") == "svg"
 
 
-async def settled(shown: OpenPage, client: httpx.AsyncClient) -> str:
-    """/metrics once the trainer waits for sequences that do not come, and the page says so."""
-    version = -1
+async def shown_and_measured(shown: OpenPage, client: httpx.AsyncClient) -> tuple[dict[str, float], str]:
+    """Tiles of the page and /metrics, both of one version. A step between them, of sequences that were on their way when the
+    verifier was held, has them read again."""
     while True:
         text = (await client.get("metrics")).text
-        if metric(text, "policy_version") == version:
-            return text
-        version = int(metric(text, "policy_version"))
+        version, trained = int(metric(text, "policy_version")), int(metric(text, "ledger_sequences", state="trained"))
         await shown.until(
-            """(v) => Number(document.querySelector('[data-tile=version] .value').textContent) >= v
-                && document.querySelector('.message').textContent.includes('waiting for sequences')""",
-            version,
+            """([version, trained]) => {
+                const text = (selector) => document.querySelector(selector).textContent;
+                const now = Number(text('[data-tile=version] .value'));
+                return now > version || now === version && text('[data-ledger=trained] td') === trained
+                    && text('[data-tile=reward] .note').startsWith(`step ${version};`);
+            }""",
+            [version, f"{trained:,}"],
         )
+        tiles = {name: float(await shown.tile(name)) for name in ("reward", "ess", "parity", "version")}
+        text = (await client.get("metrics")).text
+        if tiles["version"] == version == metric(text, "policy_version"):
+            return tiles, text
 
 
 async def test_the_page_shows_the_numbers_of_metrics(tour: Tour, calm: Calm) -> None:
-    """While the verifier is held, so that the trainer has used up what there was."""
+    """While the verifier is held, so that the trainer uses up what there is."""
     verifier = tour.run.pids()["verifier"]
     async with opened(tour.browser, tour.url) as shown, httpx.AsyncClient(base_url=tour.url, trust_env=False) as client:
         await shown.version_above(0)
         os.killpg(verifier, signal.SIGSTOP)
         try:
-            text = await settled(shown, client)
-            version = str(int(metric(text, "policy_version")))
-            await shown.until("(v) => document.querySelector('[data-tile=version] .value').textContent === v", version)
-            trained = f"{int(metric(text, 'ledger_sequences', state='trained')):,}"
-            await shown.until("(n) => document.querySelector('[data-ledger=trained] td').textContent === n", trained)
-            await shown.until(
-                "(v) => document.querySelector('[data-tile=reward] .note').textContent.startsWith(`step ${v};`)", version
-            )
-            assert float(await shown.tile("reward")) == pytest.approx(metric(text, "reward_mean"), abs=0.005)
-            assert float(await shown.tile("ess")) == pytest.approx(metric(text, "ess_ratio"), abs=0.005)
-            assert 0 <= float(await shown.tile("parity")) <= PARITY_NATS
+            tiles, text = await shown_and_measured(shown, client)
+            assert tiles["reward"] == pytest.approx(metric(text, "reward_mean"), abs=0.005)
+            assert tiles["ess"] == pytest.approx(metric(text, "ess_ratio"), abs=0.005)
+            assert 0 <= tiles["parity"] <= PARITY_NATS
         finally:
             os.killpg(verifier, signal.SIGCONT)
 
@@ -486,8 +492,7 @@ async def actor_killed(tour: Tour, trainer_killed: TrainerKilled) -> list[int]:
     """Actors that served the versions offered since one was killed."""
     began = len(tour.run.metrics())
     await tour.run.next_message("announce", VICTIM)
-    for process in tour.run.processes_of(VICTIM):
-        process.kill()
+    tour.run.kill(VICTIM)
     await tour.run.more_steps()
     await tour.run.until_members(2)
     return members(tour.run, began)
@@ -690,8 +695,10 @@ async def test_the_run_goes_on_to_a_later_end_and_leaves_a_complete_folder(resum
     for record in records:
         of_tasks.update({name: figures["sequences"] for name, figures in record["tasks"].items()})
         assert all(one["completion_tokens_mean"] <= 16 for name, one in record["tasks"].items() if name == "short-sums")
-    assert of_tasks["sums"] / of_tasks.total() == pytest.approx(0.5, abs=0.1), "over kills, a stop and a resumption"
-    assert of_tasks["talks"] / of_tasks.total() == pytest.approx(0.25, abs=0.1)
+    issued, few = summary["sequences"]["issued"], 64
+    lost = issued - of_tasks.total()  # of any task: the slower the machine is, the more episodes become too old
+    for name, share in (("sums", 0.5), ("short-sums", 0.25), ("talks", 0.25)):
+        assert share * issued - lost - few <= of_tasks[name] <= share * issued + few, "over kills, a stop and a resumption"
     evaluations = summary["heldout"][-1]["sets"]
     assert {name: one["unanswered"] for name, one in evaluations.items()} == {"sums": 0, "short-sums": 0, "talks": 0}
     with_talks = [record for record in records if "talks" in record["tasks"]]
@@ -790,7 +797,8 @@ async def test_the_notebook_in_examples_runs(tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
     shown = [cell for cell in notebook.cells if cell.cell_type == "code"]
     committed = [cell.outputs for cell in shown]
-    await NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, timeout=RUN_TIMEOUT_S).async_execute()
+    patience = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), RUN_TIMEOUT_S)
+    await NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, **patience).async_execute()
     for cell, before in zip(shown, committed, strict=True):
         kinds, kinds_before = (
             [one.output_type for one in all_ if one.output_type != "stream"] for all_ in (cell.outputs, before)

@@ -9,7 +9,6 @@ import asyncio
 import random
 import signal
 from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -110,8 +109,7 @@ def _signal(stage: FaultStage, step: Step) -> LightMember:
     member = next(member for member in reversed(stage.members) if member.name == step.member)
     numbers = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIGCONT, "leave": signal.SIGTERM}
     if member.process.is_alive():
-        with suppress(ProcessLookupError):
-            member.send(numbers[step.what])
+        member.send(numbers[step.what])
     return member
 
 

@@ -20,7 +20,7 @@ RUNBOOK = ROOT / "docs" / "runbook.md"
 
 
 def promtool(*arguments: str | Path) -> str:
-    done = subprocess.run([tool("promtool"), *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([tool("promtool"), *arguments], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

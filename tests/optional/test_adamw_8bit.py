@@ -156,5 +156,5 @@ configure_logging(LogContext("r", "trainer", "trainer-0"))
 import torchao.optim
 import services.trainer.learn.optimizer
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600)
     assert done.stderr == ""

@@ -49,7 +49,8 @@ def write_recipe(folder: Path) -> Path:
     """The agent's, with two tasks beside its own, and as little of each as shows something."""
     (folder / "rewriting.py").write_text(REWRITING)
     recipe, tools = (yaml.safe_load((EXAMPLES / name / "recipe.yaml").read_text()) for name in ("agent", "tools"))
-    own = recipe.pop("task") | {"heldout_problems": 1}
+    own = recipe.pop("task") | {"heldout_problems": 1, "episode_timeout_s": 1500}
+    recipe["reward"]["timeout_s"] = 60
     recipe["tasks"] = [
         {"task": own},
         {"task": own | {"name": "rewritten", "command": f"python {folder}/rewriting.py"}},

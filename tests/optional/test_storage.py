@@ -140,11 +140,16 @@ async def test_what_a_server_does_costs_retries_and_a_model_is_there_whole_or_no
 
     paths = f"Path({str(model(tmp_path / 'large', LARGE))!r}), {f'{ROOT}/step-2'!r}"
     uploads_again = f"from pathlib import Path; from services.trainer.checkpoint.store import put_model; put_model({paths})"
-    with subprocess.Popen([sys.executable, "-c", uploads_again]) as uploader:  # over what is there, and killed in the middle
-        store, root = FileSystem.from_uri(f"{ROOT}/step-2")
-        while b"null" not in store.open_input_stream(f"{root}/{MANIFEST}").read():
-            await asyncio.sleep(0.01)
-        uploader.kill()
+    store, root = FileSystem.from_uri(f"{ROOT}/step-2")
+
+    def is_incomplete() -> bool:
+        return b"null" in store.open_input_stream(f"{root}/{MANIFEST}").read()
+
+    while not is_incomplete():  # again, if it ended before it was killed
+        with subprocess.Popen([sys.executable, "-c", uploads_again]) as uploader:  # over what is there
+            while uploader.poll() is None and not is_incomplete():
+                await asyncio.sleep(0.01)
+            uploader.kill()  # in the middle of it
     with pytest.raises(FieldError, match="is incomplete"):
         await asyncio.to_thread(fetched, f"{ROOT}/step-2", tmp_path / "c")
     assert (await asyncio.to_thread(fetched, f"{ROOT}/{LATEST}", tmp_path / "d"))[1] == {"config.json": b"4"}

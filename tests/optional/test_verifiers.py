@@ -33,7 +33,7 @@ def test_a_policy_is_trained_on_an_environment_and_every_reward_is_that_of_its_t
     example = yaml.safe_load(EXAMPLE.read_text())
     changes = {
         "task": example["task"] | {"prompt_style": "plain", "heldout_problems": 4},
-        "reward": example["reward"] | {"answer_pattern": ""},
+        "reward": example["reward"] | {"answer_pattern": "", "timeout_s": 5},
         "sampling": {"max_tokens": 12},
         "actor": {"sequences_in_progress": 8, "engine": {"kv_cache_gib": 0.25}},
         "trainer": {"steps": STEPS, "batch_size": 8, "learning_rate": 1e-3, "tokens_per_microbatch": 4096},

@@ -10,7 +10,7 @@ from playwright.async_api import Browser, Page, async_playwright
 
 from tests.support.tools import tool
 
-WAIT_MS = 120_000
+WAIT_MS = 300_000
 
 
 async def barriers(page: Page) -> list[str]:

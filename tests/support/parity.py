@@ -176,11 +176,11 @@ class Running:
         snapshot = self.sender.snapshot(version, self.sent())
         broadcast = self.sender.broadcast(snapshot, self.group, 120)
         sent, staged = await asyncio.gather(asyncio.wrap_future(broadcast), self.client.receive(version, 120))
+        assert (staged.checksum, staged.num_bytes) == (sent.checksum, sent.num_bytes)
         return sent, staged
 
     async def update(self, version: PolicyVersion) -> float:
-        sent, staged = await self.transfer(version)
-        assert (staged.checksum, staged.num_bytes) == (sent.checksum, sent.num_bytes)
+        await self.transfer(version)
         return await self.client.commit(version)
 
     async def sample(
@@ -304,7 +304,12 @@ async def check_switch(
     sampling = asyncio.create_task(run.sample(MOST, begun, switched, temperature))
     await begun.wait()
     change_strongly(run.model, seed=new.number)
-    await run.update(new)
+    await run.transfer(new)
+    if sampling.done():  # before this process went on, on a busy machine: another one sees the switch
+        begun.clear()
+        sampling = asyncio.create_task(run.sample(MOST, begun, switched, temperature))
+        await begun.wait()
+    await run.client.commit(new)
     switched.set()
     sampled = await sampling
 

@@ -78,7 +78,7 @@ def write_tiny_recipe(
             "prompt_style": "compact",
             "heldout_problems": 16,
         },
-        "reward": {"answer_pattern": "#(-?[0-9]+)$"},
+        "reward": {"answer_pattern": "#(-?[0-9]+)$", "timeout_s": 60},
         "sampling": {"group_size": 4, "max_tokens": 64},
         "actor": {"sequences_in_progress": 16, "engine": {"kv_cache_gib": 0.25}},
         "algorithm": {"max_lag": 4},
@@ -183,9 +183,12 @@ class RunningCommand:
                 if message.actor in ("", actor):
                     return
 
-    def processes_of(self, service: str) -> list[psutil.Process]:
+    def kill(self, service: str) -> None:
+        """The process of the service and all that it started; some may end by the death of another."""
         first = psutil.Process(self.pids()[service])
-        return [first, *first.children(recursive=True)]
+        for process in (first, *first.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     async def scale(self, actors: int) -> None:
         done = await asyncio.to_thread(pipelinerl, "scale", "actors", str(actors), "--run-dir", str(self.run_dir))

@@ -36,7 +36,7 @@ from pipelinerl.service.grpc import open_channel
 from pipelinerl.service.settings import read_address, split_host_port
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
-REFUSED_WITHIN_S = 60.0
+REFUSED_WITHIN_S = 300.0
 
 
 async def read_sequence(client: Client, run: Subjects) -> object:
@@ -94,10 +94,11 @@ async def refused_everywhere(run_dir: RunDir, folder: Path) -> None:
     url = json.loads(run_dir.address("nats").read_bytes())["url"]
     trusting = ssl.create_default_context()
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    options = {"allow_reconnect": False, "connect_timeout": REFUSED_WITHIN_S, "error_cb": _nothing, "tls": trusting}
     for attack in BY_NATS:
         for login in ({}, {"user": "actor", "password": own.nats("actor").read_text().partition(":")[2]}):
             with pytest.raises(nats.errors.Error, match="Authorization Violation"):
-                async with await nats.connect(url, allow_reconnect=False, error_cb=_nothing, tls=trusting, **login) as client:
+                async with await nats.connect(url, **options, **login) as client:
                     await attack(client, Subjects(run_dir.name))
     for attack in BY_GRPC:
         for tls_dir in (None, own.tls_dir):
@@ -159,14 +160,19 @@ def another_user(run_dir: RunDir, beside: Collection[str] = ()) -> Iterator[None
         time.sleep(0.1)
     wanted, _, private = found
     (temporary,) = private
-    closed = [temporary, *temporary.rglob("*"), run_dir.path, *run_dir.path.rglob("*")]
+    closed = [
+        os.path.join(folder, name)
+        for top in (temporary, run_dir.path)
+        for folder, folders, files in os.walk(top)  # a folder may be renamed or removed meanwhile
+        for name in ("", *folders, *files)
+    ]
     here, there = multiprocessing.Pipe()
-    given = there, wanted, [str(path) for path in closed]
+    given = there, wanted, closed
     process = multiprocessing.get_context("spawn").Process(target=_as_nobody, args=given, daemon=True)
     process.start()
     there.close()
     try:
-        assert here.poll(60)
+        assert here.poll(REFUSED_WITHIN_S)
         assert here.recv() == (len(wanted), [])
         yield
     finally:
@@ -207,7 +213,7 @@ def _as_nobody(told: Connection, wanted: list[tuple[int, bytes]], closed: list[s
     os.setresuid(NOBODY, NOBODY, NOBODY)
     held, opened = [], []
     for port, words in wanted:
-        held.append(socket.create_connection(("127.0.0.1", port), 60))
+        held.append(socket.create_connection(("127.0.0.1", port), REFUSED_WITHIN_S))
         held[-1].sendall(words)
     for path in closed:
         if os.access(path, os.R_OK) or os.access(path, os.W_OK):
