@@ -1,7 +1,7 @@
 """Whole runs on a light engine: real services, a small transformers model instead of vLLM, real log-probabilities.
 
 They prove what does not depend on the engine: several trainer ranks, the learned baseline, conventional mode, and faults of
-each service, which the commit chooses. `--fault-seed N` plays those of another commit; `make soak` plays all, with vLLM.
+each service, which `--fault-seed N` chooses; `make soak` plays all, with vLLM.
 """
 
 import asyncio

@@ -4,8 +4,8 @@ processes, real signals.
 What must hold is checked by the stage at the end of each test; here: the survivors serve the version, the broken one is
 left out, and it (or its successor) is brought back beside the others.
 
-`make test` plays `--histories` of the breaks and of the random histories, which the commit chooses; a test that fails prints
-the command that plays it again. `make soak` plays every break and many more histories.
+`make test` plays `--histories` of the breaks and of the random histories, from `--first-seed`; a test that fails prints the
+command that plays it again. `make soak` plays every break and many more histories.
 """
 
 import random
