@@ -60,8 +60,8 @@ FIGURES = (
            "steps_skipped_total", "steps", help="Optimizer steps that changed no weight."),
     Figure("grad_norm", "L2 norm of the policy's gradient before clipping, without a value head's.", "gradient_norm", "none",
            on_page=True),
-    Figure("clipped", "True if the gradient was clipped to [the bound of its norm](learning.md#the-optimizer).",
-           "steps_clipped_total", "steps", help="Optimizer steps whose gradient was clipped to the bound of its norm.",
+    Figure("clipped", "True if the gradient was clipped to [the maximum norm](learning.md#the-optimizer).",
+           "steps_clipped_total", "steps", help="Optimizer steps whose gradient was clipped to the maximum norm.",
            on_page=True, summary={"steps_clipped": "ones"}, trained=True),
     Figure("learning_rate", "Learning rate in this step.", "learning_rate", "none"),
     Figure("entropy", "Mean entropy of the policy at the positions of sampled tokens, nats.", "entropy_nats", on_page=True),
@@ -146,8 +146,8 @@ FIGURES = (
     Figure("turns_mean", "Mean number of turns per [episode](episodes.md#what-is-trained) of the step; only in runs with "
            "episodes.", "episode_turns", "turns"),
     Figure("branches_mean", "Mean number of branches per episode; only in runs with episodes.", "episode_branches", "branches"),
-    Figure("observed_fraction", "Share of the tokens after the prompts that are observations of environments. Observations are "
-           "not trained on. Only in runs with episodes.", "observed_ratio"),
+    Figure("observed_fraction", "Share of the tokens after the prompts that are observations of environments, which are not "
+           "trained on; only in runs with episodes.", "observed_ratio"),
     Figure("multi_version_fraction", "Share of the step's sequences whose tokens were sampled by more than one version.",
            "multi_version_ratio", summary={"sequences_multi_version_fraction": "mean"}, weight="sequences_trained"),
     Figure("truncated_fraction", "Share of the step's sequences that were cut at `sampling.max_tokens` or at the end of "

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _MARK = f"k{secrets.token_hex(12)}q"
 """Mark to insert into spelled control tokens. Nobody can guess it, and JSON and templates leave it unchanged."""
 _PREFIX = 3
-"""Number of leading characters of control tokens that are searched for first."""
+"""Number of characters by which a text is searched for control tokens. Whole tokens are compared only where these match."""
 
 
 def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:

@@ -250,7 +250,7 @@ def _make_empty(run: RunDir, option: str) -> None:
         raise FieldError(option, value, f"holds another run; {fix}")
     elif held:
         some = ", ".join([*held[:3], *(["..."] if held[3:] else [])])
-        raise FieldError(option, value, f"is not empty, and does not hold a run ({some}); give a new or empty folder")
+        raise FieldError(option, value, f"holds other files ({some}) and no run; give a new or empty folder")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -404,7 +404,7 @@ def missing_from(run_dir: Path) -> str:
     written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
     if state is None and written:
         return (
-            f"a checkpoint of version {max(written)} was written, but {CHECKPOINTS}/ holds none to continue from: restore it, "
-            "or start a new run from the policy in checkpoint/ (model.source: path)"
+            f"a checkpoint of version {max(written)} was written, but {CHECKPOINTS}/ holds none to continue from: restore "
+            "that checkpoint, or start a new run from the final policy in checkpoint/ (model.source: path)"
         )
     return ""

@@ -164,7 +164,7 @@ def evaluation_of(record: Record) -> dict[str, Any] | None:
 
 
 def add_ended(ended: dict[str, list[int]], record: Record) -> None:
-    """Add a record's numbers of sequences [trained, dropped as stale] to `ended`, by the upper end of their length bucket."""
+    """Add a record's sequence counts [trained, dropped as stale] to `ended`. Its keys are the upper ends of length buckets."""
     for longest, counts in (record.get("ended_by_length") or {}).items():
         ended[longest] = [known + more for known, more in zip(ended.get(longest, (0, 0)), counts, strict=True)]
 

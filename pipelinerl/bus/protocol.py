@@ -76,7 +76,7 @@ class ControlMessage:
 
 @dataclass(frozen=True)
 class MemberEvent:
-    """A member's registration was made or renewed or, if `payload` is None, removed or expired."""
+    """A change of a member's registration: it was made or renewed; if `payload` is None, it was removed or has expired."""
 
     actor: str
     payload: bytes | None

@@ -1,5 +1,5 @@
-"""`pipelinerl validate RECIPE` lists everything that is wrong with a recipe. `pipelinerl doctor RECIPE|RUN` lists the reasons
-why a recipe will not learn or a run does not learn, the cause first. For a recipe, both test its rewards. Both change nothing.
+"""`pipelinerl validate RECIPE` lists everything that is wrong with a recipe. `pipelinerl doctor RECIPE|RUN` lists why a
+recipe would not learn, or why a run does not, the likeliest cause first. Both try the rewards of a recipe, and change nothing.
 
 A recipe for a cluster can be checked on a laptop. Things that this machine lacks, such as a GPU, are listed, but the recipe
 still counts as valid. With `--gpu-memory`, `validate` also adds up the memory that is needed.
@@ -222,7 +222,7 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
     export, copies = model.weights_bytes / GIB, snapshot_gib(recipe, model)[1]
     needed_gib = export + (each / GIB - export) / trainer["nodes"] + copies
     if limit is not None and needed_gib * GIB > checks.quantity(limit):
-        fix = f"cannot hold a checkpoint and copies of the weights, for sending and for weights.log ({copies:,.0f}Gi)"
+        fix = f"cannot hold a checkpoint and {copies:,.0f}Gi for copies of the weights (to send, and for weights.log)"
         yield FieldError("trainer.resources.limits.memory", limit, f"{fix}; give more than {needed_gib:,.0f}Gi")
 
 

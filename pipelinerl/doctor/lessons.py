@@ -179,7 +179,7 @@ def rewards(run: RunRecords) -> Findings:
     reward-constant (recipes.md#rewards): Rewards, or the marks of a judge, do not vary within groups: in 75 % of the groups of
         a run that has not learned; grave from 95 %.
     reward-plateau (recipes.md#rewards): The reward has risen and stopped below its maximum: rewards are equal in 75 % of the
-        last groups; the last quarter earns under 0.9 of the maximum, and gains under 0.05 of the maximum on the one before.
+        last groups. The last quarter of steps earns under 90 % of the maximum: at most 5 % of it more than the quarter before.
     """
     last, reward, size = _last(run.trained_samples), run.first_task.reward, run.recipe.sampling.group_size
     is_stuck, is_judged, best = run.is_stuck, reward.scorer == "judge", reward.correct

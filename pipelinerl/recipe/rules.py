@@ -122,7 +122,7 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
     if task.answer_pattern and not task.answer_field:
         yield "answer_pattern", "searches task.answer_field, which is empty; set that field, or leave this one out"
     if task.source == "verifiers" and task.path:
-        yield "path", "is not used: an environment of verifiers has its own problems; leave it out"
+        yield "path", "is not used: with task.source = 'verifiers', the environment brings the problems; leave it out"
     if task.source == "environment" and not IMPORT_PATH.fullmatch(task.name):
         yield "name", "must name a class, such as pkg.module:Class, because task.source = 'environment'"
     if bool(task.tools) != (task.source == "tools"):

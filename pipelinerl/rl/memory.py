@@ -188,8 +188,8 @@ def share_problem(recipe: Recipe, least: float, most: float, why: str = "") -> F
     given = recipe.actor.engine.gpu_memory_utilization
     if least <= (min(VLLM_SHARE, most) if given is None else given) <= most:
         return None
-    fix = f"an actor's GPU needs at least {least} for weights, overhead and the KV cache of one sequence of model.max_context"
-    fix += f", and at most {most}{why}; use a value between, or auto"
+    fix = f"vLLM needs at least {least} for weights, overhead and the KV cache of a sequence of model.max_context tokens"
+    fix += f", and may have at most {most}{why}; use a value between, or auto"
     return FieldError("actor.engine.gpu_memory_utilization", given or "auto", fix)
 
 
@@ -276,7 +276,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
         (
             "actor GPU",
             f"{in_share:.1f} GiB for vLLM: weights {engine_bytes(recipe, model) / GIB / size:.1f}, KV cache "
-            f"{kv_gib / size:.1f} ({each:,.0f} tokens for each of {in_progress} sequences), its other memory {ENGINE_GIB:g}; "
+            f"{kv_gib / size:.1f} ({each:,.0f} tokens for each of {in_progress} sequences), other memory {ENGINE_GIB:g}; "
             f"{memory_gib - in_share:.1f} outside vLLM, of which updates need {update_gib(recipe, model):.1f}{kept}{on_host}",
         ),
         (

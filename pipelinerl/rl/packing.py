@@ -64,7 +64,7 @@ Counts = Sequence[int] | NDArray[np.integer]
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of one forward pass. A pair is a query and a key that it attends to, including its own key."""
+    """FLOPs of one forward pass. A pair is a query with one of the keys it attends to; its own key counts."""
 
     per_token: float
     """All matrix products of the layers, without attention scores."""

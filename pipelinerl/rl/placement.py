@@ -171,7 +171,7 @@ def _check_alone(recipe: Recipe, num_devices: int) -> None:
     here = f"only 1 of {num_devices} GPUs has enough free memory" if num_devices > 1 else "there is one GPU here"
     for field in ("trainer.nproc", "actor.count", "actor.engine.tensor_parallel_size"):
         if (value := value_at(recipe, field)) is not None and value > 1:
-            raise FieldError(field, value, f"{here}, so one rank and one actor share it; use 1, or a machine with more GPUs")
+            raise FieldError(field, value, f"{here}, so one rank and one actor share it; use 1, or more free GPUs")
 
 
 def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Model | None) -> tuple[int, int]:

@@ -204,7 +204,7 @@ refused by the Job:  # before an install or upgrade
     {model: {name: a/0.5B}, nats: {sequencesMaxGib: 18}, recipe: {set: {weights: {log: nats}}}}
   "nats.weightsMaxGib = 8: cannot hold the three whole versions that the weight log keeps; give at least 43":
     {model: {name: a/7B}, recipe: {set: {model: {dtype: bfloat16}, weights: {log: nats}}}}
-  "trainer.resources.limits.memory = '144Gi': cannot hold a checkpoint and copies of the weights, for sending":
+  "trainer.resources.limits.memory = '144Gi': cannot hold a checkpoint and":
     model: {name: a/7B}
     recipe: {set: {model: {dtype: bfloat16}, weights: {backend: gloo, log: 's3://a/b'}}}
     trainer: &holds3 {resources: {requests: {memory: 1Gi}, limits: {memory: 144Gi}}}

@@ -124,7 +124,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("run --resume . --run-dir x", "--run-dir = 'x': leave it out"),
         ("run there.yaml --set reward.scorer=json:loads", "gives no reward in 5 of 5 calls, first for the reference answer"),
         ("run there.yaml --run-dir there --set reward.scorer=json:loads --reward-rows 0", "= 'there': is not empty"),
-        ("run there.yaml --run-dir there", "= 'there': is not empty, and does not hold a run (config.json"),
+        ("run there.yaml --run-dir there", "= 'there': holds other files (config.json"),
         (f"{PLAN} 7 --lengths 1-64", "--parameters = '7': give a number with M, B or T"),
         (f"{PLAN} 7B --lengths 64-1", "--lengths = '64-1': a bar needs 1 token or more, FROM at most TO"),
         (f"{PLAN} 7B --lengths nosuch", "--lengths = 'nosuch': is neither bars"),
@@ -144,7 +144,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         (f"{PLAN} 70B --lengths 64", "actor.engine.tensor_parallel_size = 1: 261 GiB of weights"),
         (
             f"{PLAN} 7B --lengths 64 --set actor.engine.gpu_memory_utilization=0.9",
-            "mine: 2 problems\n  - actor.engine.gpu_memory_utilization = 0.9: an actor's GPU needs at least 0.4 for weights",
+            "mine: 2 problems\n  - actor.engine.gpu_memory_utilization = 0.9: vLLM needs at least 0.4 for weights",
         ),
         (f"{PLAN} 7B --lengths 64", "--accelerators = 2: an actor needs 1 of them and the trainer 2; give more"),
         ("report .", "has no recipe.yaml"),
@@ -215,7 +215,7 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
         assert f"parameters   {parameters}," in pipelinerl(*gsm, "--set", f"model.name={name}", "--fields-only")[1], name
     code, printed, errors = pipelinerl(*gsm, "--parameters", "7.6B", "--set", "actor.engine.gpu_memory_utilization=0.85")
     assert (code, printed) == (2, "")
-    assert "actor.engine.gpu_memory_utilization = 0.85: an actor's GPU needs at least 0.23 for weights" in errors
+    assert "actor.engine.gpu_memory_utilization = 0.85: vLLM needs at least 0.23 for weights" in errors
     assert "and at most 0.79, because a weight update needs" in errors
     code, _, errors = pipelinerl(*gsm, "--set", "trainer.nproc=2")
     assert (code, "trainer.nproc = 2" in errors, "use at least 3 ranks" in errors) == (2, True, True)

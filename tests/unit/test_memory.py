@@ -36,7 +36,7 @@ SHARE = "actor.engine.gpu_memory_utilization"
         # 12 GiB outside vLLM for 14.16 + 2; 1 - 16.16 / 80 = 0.798.
         (0.85, 80.0, SHARE, "at most 0.79, because a weight update needs 16.2 GiB: a second instance of the weights (14.2)"),
         # (14.16 + 0.49 + 3) / 80 = 0.2206.
-        (0.2, 80.0, SHARE, "an actor's GPU needs at least 0.23 for weights"),
+        (0.2, 80.0, SHARE, "vLLM needs at least 0.23 for weights"),
         # 2 * 14.16 + 0.49 + 5 = 33.8 on one, 19.4 on each of two.
         (0.5, 24.0, "actor.engine.tensor_parallel_size", "do not fit accelerators of 24 GiB; use 2"),
         (0.5, 5.0, "actor.engine.tensor_parallel_size", "even 64, the maximum, are too few"),

@@ -117,7 +117,7 @@ def compile_policy(policy: Policy, device: torch.device) -> None:
     """
     layers = decoder_layers(policy.model)
     if not layers:
-        fix = f"{type(policy.model).__name__} has no list of layers to compile; set false"
+        fix = f"{type(policy.model).__name__} has no list of layers to compile; set it to false"
         raise FieldError("trainer.compile", True, fix)
     try:
         torch.compile(lambda x: 2 * x)(torch.ones(8, device=device))

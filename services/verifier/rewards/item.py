@@ -35,7 +35,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A scorer's result. `value`: 1 for a right answer, or the sum of `parts` if there are any. `metrics` add nothing to it."""
+    """A scorer's result. `value`: 1 for a right answer; functions may return any number. It is the sum of `parts`, if any."""
 
     value: float
     reason: str = ""

@@ -336,7 +336,7 @@ def _unit(name: str) -> str:
 
 
 def _same_quantity(a: Node, b: Node) -> bool:
-    """Compare quantities. Two units must agree, but one side may lack its unit. 50% also equals 0.5, and 180° equals pi."""
+    """Compare quantities. If both have a unit, the units must agree. 50% equals 50 and 0.5; 180° equals 180 and pi."""
     names = [node.name if node.kind == "unit" else "" for node in (a, b)]
     if all(names):
         first, second = sorted((f"{_unit(name)} " for name in names), key=len)
