@@ -68,24 +68,27 @@ class Judge:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def answer(self, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
+    def answer(self, item: verifier_pb2.VerifyItem) -> asyncio.Future[verifier_pb2.VerifyResult]:
         """Return a result with the judge's text as `answer`, or a failure. A truncated completion that earns nothing is not
-        judged. If the caller is cancelled, the request to the judge continues, and a repeated item gets its answer."""
+        judged. If the caller is cancelled, the request to the judge continues, and a repeated item gets its answer. The request
+        counts in `num_waiting` at once."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
-            return verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK)
+            unasked = asyncio.get_running_loop().create_future()
+            unasked.set_result(verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK))
+            return unasked
         text = filled(self._config.template, item)
         key = hashlib.sha256(text.encode()).digest()
         if key in self._answers:
             self._calls.labels("cached").inc()
         else:
+            self.num_waiting += 1
             self._answers[key] = asyncio.create_task(self._ask(key, text))
             while len(self._answers) > MOST_ANSWERS and next(iter(self._answers.values())).done():
                 self._answers.popitem(last=False)
         self._answers.move_to_end(key)
-        return await asyncio.shield(self._answers[key])
+        return asyncio.shield(self._answers[key])
 
     async def _ask(self, key: bytes, text: str) -> verifier_pb2.VerifyResult:
-        self.num_waiting += 1
         is_kept = False
         try:
             async with self._places:

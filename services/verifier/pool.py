@@ -19,7 +19,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -137,8 +137,9 @@ class RewardPool:
             raise QueueFull(f"no room for {len(jobs)} more items: {waiting} are waiting, and max_queue = {self.max_queue}")
         self._jobs.extend(job for job in jobs if job.item.task not in self._judges)
         self._filled.set()
-        judged = [self._judge(job) for job in jobs if job.item.task in self._judges]
         try:
+            asked = [(job, self._judges[job.item.task].answer(job.item)) for job in jobs if job.item.task in self._judges]
+            judged = [self._judge(job, answer) for job, answer in asked]
             await asyncio.gather(*(job.future for job in jobs), *judged)
         except BaseException:
             for job in jobs:
@@ -147,9 +148,9 @@ class RewardPool:
             raise
         return [job.future.result() for job in jobs]
 
-    async def _judge(self, job: Job) -> None:
+    async def _judge(self, job: Job, asked: Awaitable[verifier_pb2.VerifyResult]) -> None:
         """Wait for the judge's answer and queue the item with it. Without an answer, the item fails."""
-        answer = await self._judges[job.item.task].answer(job.item)
+        answer = await asked
         if answer.status != verifier_pb2.VERIFY_STATUS_OK:
             job.fail(answer.status, answer.message)
             return

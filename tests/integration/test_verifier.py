@@ -156,8 +156,8 @@ async def test_what_a_reward_in_a_sandbox_takes_or_leaves_is_bounded(tmp_path: P
         for generation in range(3):
             await until(lambda: not left_by(pid))
             hanging = asyncio.create_task(outcomes(running, [f"run {hangs}"], PATIENT))
-            for _ in range(2):  # after the first death it is tried again
-                await until(lambda: len(left_by(pid)) == 4)
+            for _ in range(2):  # after the first death it is tried again, perhaps by a worker that is killed just then
+                await until(lambda hanging=hanging: hanging.done() or len(left_by(pid)) == 4)  # type: ignore[misc]
                 left, killed = left_by(pid), children(pid)
                 for _ in range(generation):
                     killed = [child for each in killed for child in children(each)]

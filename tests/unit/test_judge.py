@@ -70,7 +70,7 @@ def item(completion: str, index: int = 0, **more: Any) -> VerifyItem:
 async def late_answer(one: CountedJudge) -> VerifyResult:
     """The answer if the time of a call ends after it was tried again."""
     before = one.calls("retried")
-    asked = asyncio.create_task(one.answer(item("x")))
+    asked = one.answer(item("x"))
     await until(lambda: one.calls("retried") != before)
     with an_hour_later():
         return await asked
@@ -139,7 +139,7 @@ async def test_the_key_does_not_follow_a_redirection() -> None:
 async def test_calls_at_once_and_calls_a_minute_are_bounded() -> None:
     with endpoint("SCORE: 1", slow=True) as server:
         async with judge_of(server.url, concurrency=2) as one:
-            asking = [asyncio.create_task(one.answer(item(f"c{index}"))) for index in range(6)]
+            asking = [one.answer(item(f"c{index}")) for index in range(6)]
             while len(server.asked) < 2:
                 await asyncio.sleep(0)
             server.slow.set()
@@ -226,8 +226,8 @@ async def test_more_items_than_may_wait_are_refused_and_what_was_asked_is_known_
         one = CountedJudge(config)
         async with judged_pool(config, one) as pool:
             first = asyncio.create_task(pool.score([item("a"), item("b")]))
-            while one.num_waiting < 2:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # its requests count at once, although none has begun
+            assert (one.num_waiting, server.asked) == (2, [])
             with pytest.raises(QueueFull, match="no room for 7 more items: 2 are waiting, and max_queue = 8"):
                 await pool.score([item("c")] * 7)
             first.cancel()  # as a caller whose deadline has passed
