@@ -19,7 +19,7 @@ const PrlViews = (() => {
   }
   const heldoutNote = (one) => (lowerBound(one) === null ? "" : `; ${percent(one.lower_bound)} if unanswered problems count as wrong`) + setsNote(one);
   const COLOR = [1, 2, 3, 4, 5, 6].map((n) => `var(--series-${n})`);
-  /* Return the colour and dash of line i of a chart with any number of lines; no two of 18 have both in common. */
+  /* Return the colour and dash of line i of a chart with any number of lines; no two of 18 are alike. */
   const look = (i) => ({ color: COLOR[i % COLOR.length], dash: ["", "dashed", "dotted"][Math.floor(i / COLOR.length) % 3] });
   const RECENT = 20, SMOOTHED = 60;
 

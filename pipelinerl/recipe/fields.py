@@ -312,8 +312,8 @@ class TaskConfig(Section):
     prompt_style: Literal["compact", "plain", "chat"] = "plain"
     """Form of prompts. `compact`: only the expression (of chain_sum, repeated_addition or one_line_function); `plain`: the
     question; `chat`: the question in the model's chat template."""
-    system_prompt: str = Field("", description="System message for prompt style `chat` and `tools`; not for other episodes.")
-    instruction: str = Field("", description="Text appended to each question; not for `compact`, environments and agents.")
+    system_prompt: str = Field("", description="System message for prompt style `chat` and for `tools`.")
+    instruction: str = Field("", description="Text appended to each question (not for `compact`).")
     heldout_problems: int = Field(128, ge=1, le=100_000, description="Number of problems held out for evaluation.")
 
     @property

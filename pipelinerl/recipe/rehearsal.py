@@ -344,6 +344,11 @@ def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Previe
     yield from (FieldError(*doubt) for doubt in found.doubts)
     if model.chat_template and not any(_uses_template(one) or one.task.is_episodic for one in recipe.sets_by_place.values()):
         yield FieldError("model.chat_template", model.chat_template, "no prompt uses it; set task.prompt_style to chat")
+    for place, share in recipe.sets_by_place.items():
+        for name in ("system_prompt", "instruction"):
+            if share.task.source in ("environment", "agent", "verifiers") and (text := getattr(share.task, name)):
+                fix = f'is ignored: task.source = {share.task.source!r} writes its prompts itself; set it to ""'
+                yield FieldError(f"{place}task.{name}", text, fix)
     for place, source in sources.items():
         share = recipe.sets_by_place[place]
         for name in ("answer_pattern", "format_pattern"):

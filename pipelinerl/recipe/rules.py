@@ -116,9 +116,8 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
     for field in ("max_rows", "prompt_template", "answer_pattern"):
         if getattr(task, field) and not task.path:
             yield field, "applies only to rows of task.path, which is empty; leave it out"
-    for field in ("prompt_template", "system_prompt", "instruction"):
-        if getattr(task, field) and task.source in ("environment", "agent", "verifiers"):
-            yield field, f"is not used: task.source = {task.source!r} writes its prompts itself; leave it out"
+    if task.prompt_template and task.source in ("environment", "agent"):
+        yield "prompt_template", f"is not used: task.source = {task.source!r} writes its prompts itself; leave it out"
     if task.answer_pattern and not task.answer_field:
         yield "answer_pattern", "searches task.answer_field, which is empty; set that field, or leave this one out"
     if task.source == "verifiers" and task.path:

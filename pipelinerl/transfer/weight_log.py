@@ -197,7 +197,7 @@ class Replica:
         """Download an object and apply it to the stream, which holds no version meanwhile."""
         path = await self._download(one)
         try:
-            data, stream = np.memmap(path, np.uint8, "r"), self._mapped()
+            data, stream = np.memmap(path, np.uint8, "r"), await _on_thread(self._mapped)
             before, self.version = self.version, None
             if one.key.endswith(_ANCHOR):
                 steps = decode_anchor(self._manifest, after, data, stream, one.key)
@@ -212,7 +212,7 @@ class Replica:
 
     async def _compare(self, version: PolicyVersion, expected_sha256: bytes) -> None:
         """Compare the stream's SHA-256 with the announced one. If it differs, the stream holds no version."""
-        sha256, stream, self.version = hashlib.sha256(), self._mapped(), None
+        sha256, stream, self.version = hashlib.sha256(), await _on_thread(self._mapped), None
         for chunk in self._manifest.chunks:
             await _on_thread(partial(sha256.update, stream[chunk.offset : chunk.offset + chunk.num_bytes].data))
         if sha256.digest() != expected_sha256:

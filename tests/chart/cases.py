@@ -122,7 +122,7 @@ episodes:
   values:
     recipe:
       set:
-        task: {source: environment, name: 'my_package.envs:GuessNumber', system_prompt: ''}
+        task: {source: environment, name: 'my_package.envs:GuessNumber'}
         reward: {scorer: task, overlong: {buffer_tokens: 0}, timeout_s: 5}
     verifier:
       image: {reference: 'registry.example.com/team/guess:3'}

@@ -107,7 +107,7 @@ recipes:
     scorer: judge
     judge: {url: 'https://judge.example.com/v1', model: m, template: '{completion}', pattern: (\d+)}
   episodes: &episodes
-    task: {source: environment, name: 'a.b:C', system_prompt: ''}
+    task: {source: environment, name: 'a.b:C'}
     reward: {scorer: task, overlong: {buffer_tokens: 0}, timeout_s: 5}
     actor: {sequences_in_progress: 64}
   upload: &upload {set: {checkpoint: {upload: 's3://a/b'}}}

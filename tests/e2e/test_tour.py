@@ -695,10 +695,10 @@ async def test_the_run_goes_on_to_a_later_end_and_leaves_a_complete_folder(resum
     for record in records:
         of_tasks.update({name: figures["sequences"] for name, figures in record["tasks"].items()})
         assert all(one["completion_tokens_mean"] <= 16 for name, one in record["tasks"].items() if name == "short-sums")
-    issued, few = summary["sequences"]["issued"], 64
-    lost = issued - of_tasks.total()  # of any task: the slower the machine is, the more episodes become too old
-    for name, share in (("sums", 0.5), ("short-sums", 0.25), ("talks", 0.25)):
-        assert share * issued - lost - few <= of_tasks[name] <= share * issued + few, "over kills, a stop and a resumption"
+    issued, few, short = summary["sequences"]["issued"], 64, of_tasks["short-sums"]
+    assert of_tasks["sums"] / (of_tasks["sums"] + short) == pytest.approx(2 / 3, abs=0.1), "over kills, a stop and a resumption"
+    lost = issued - of_tasks.total()  # mostly talks: the slower the machine is, the more episodes become too old
+    assert issued / 4 - lost - few <= of_tasks["talks"] <= issued / 4 + few
     evaluations = summary["heldout"][-1]["sets"]
     assert {name: one["unanswered"] for name, one in evaluations.items()} == {"sums": 0, "short-sums": 0, "talks": 0}
     with_talks = [record for record in records if "talks" in record["tasks"]]

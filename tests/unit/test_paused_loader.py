@@ -212,3 +212,10 @@ def test_host_memory_is_bounded_by_the_containers_limit(tmp_path: Path, monkeypa
     assert loaders.host_room() == 2 * MIB
     (tmp_path / "memory.max").write_text(f"{8 * MIB}\n")
     assert loaders.host_room() == 1.5 * MIB, "pages of files are freed when memory is needed"
+    job = tmp_path / "slurm" / "job_1"
+    job.mkdir(parents=True)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("1:name=systemd:/x\n0::/slurm/job_1/step_0\n")
+    for name, value in (("memory.max", MIB), ("memory.current", 0), ("memory.stat", "anon 5")):
+        (job / name).write_text(f"{value}\n")
+    assert loaders.host_room() == MIB, "of the group above its own"

@@ -337,8 +337,6 @@ def test_tasks_have_what_the_recipe_says_unless_they_say_otherwise() -> None:
         ("tasks.weight=2", "--set tasks.weight", "give a position, from 0: tasks.0.weight"),
         ("tasks.0.wieght=2", "--set tasks.0.wieght", "allowed here: name, task"),
         ("tasks.2.weight=2", "--set tasks.2.weight", "the list has 2 items, counted from 0"),
-        ("tasks.1.task={source: environment, name: 'a:B', system_prompt: s}", "tasks.1.task.system_prompt", "is not used"),
-        ("tasks.1.task={source: agent, path: p, command: c, instruction: i}", "tasks.1.task.instruction", "is not used"),
     ],
 )
 def test_a_wrong_field_of_one_of_several_tasks_is_named_by_its_position(override: str, field: str, said: str) -> None:
@@ -512,6 +510,9 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     assert "p.jsonl': has 1 empty answer, the first in line 2; leave such lines out, because reward.scorer = 'task'" in empty
     fine = recipe_from_data(minimal(trainer={"steps": 4, "warmup_steps": 4}), "x")
     assert list(doubts(fine, Examination())) == []
+    told = {"source": "environment", "name": "a:B", "system_prompt": "s", "instruction": "i"}
+    ignored = [(kind, one.field) for kind, one in doubts(recipe_from_data(minimal(task=told), "x"), Examination())]
+    assert ignored == [("template", "task.system_prompt"), ("template", "task.instruction")]
 
 
 def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
@@ -824,7 +825,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
     [
         ({"source": "environment", "name": "guess"}, "task.name", "must name a class, such as pkg.module:Class"),
         ({"source": "tools", "path": "p.jsonl"}, "task.tools", "needs functions"),
-        ({"source": "verifiers", "name": "any", "path": "p.jsonl"}, "task.path", "has its own problems"),
+        ({"source": "verifiers", "name": "any", "path": "p.jsonl"}, "task.path", "the environment brings the problems"),
         ({"source": "verifiers", "name": "any"}, "reward.sandbox", "a sandbox would block the servers"),
         ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program"),
         ({"source": "tools", "path": "p.jsonl", "tools": ["a:f", "b:f"]}, "task.tools", "several functions of the same name"),

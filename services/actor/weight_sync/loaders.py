@@ -87,10 +87,12 @@ PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 def host_room() -> int:
     """Return the available bytes of host memory, within the container's limit."""
     available = int(re.findall(r"MemAvailable: +(\d+) kB", (PROC / "meminfo").read_text())[0]) * 1024
-    with suppress(OSError, ValueError):  # without cgroup v2, or a limit of "max"
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        available = min(available, limit - used + int(counts.get("inactive_file", 0)))
+    own = (PROC / "self/cgroup").read_text().rpartition("::")[2].strip() if (PROC / "self/cgroup").exists() else "/"
+    for folder in (CGROUP / own.lstrip("/"), *(CGROUP / own.lstrip("/")).parents):  # any ancestor may have a limit
+        with suppress(OSError, ValueError):  # without cgroup v2, or a limit of "max"
+            limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            available = min(available, limit - used + int(counts.get("inactive_file", 0)))
     return available
 
 

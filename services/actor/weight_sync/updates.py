@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 import weakref
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -166,7 +166,8 @@ class UpdateListener:
             self._replica, stream = Replica(self._log, manifest, folder), folder / STREAM
             stream.unlink(missing_ok=True)  # a link of an earlier replica leads nowhere, or to another file
             if manifest.total_bytes <= MEMORY_SHARE * host_room():
-                weakref.finalize(self._replica, os.close, link_to_memory(stream))
+                with suppress(OSError):  # where memory cannot be a file, the stream is one on disk
+                    weakref.finalize(self._replica, os.close, link_to_memory(stream))
             self._read_log()
 
     async def _refuse(self, error: TransferError) -> NoReturn:
