@@ -56,16 +56,17 @@ class Block:
 
 
 class EngineRounds:
-    """Updates of one running engine. Versions only grow."""
+    """Updates of one running engine. Versions only grow. `file`: where versions of the weight log are put."""
 
-    def __init__(self, llm: Any, manifest: Manifest, trainer: RemotePeer, store: str) -> None:
-        self._llm, self._manifest, self._trainer, self._store = llm, manifest, trainer, store
+    def __init__(self, llm: Any, manifest: Manifest, trainer: RemotePeer, store: str, file: Path = Path("stream")) -> None:
+        self._llm, self._manifest, self._trainer = llm, manifest, trainer
+        self._store, self._file = store, file
         self._versions, self._groups = count(1), count(1)
         self.trace = DecodeTrace()
         self.trace.watch(llm.engine_core)
 
-    async def block(self, way: Way, updates: int, quiet_s: float, file: Path = Path("stream")) -> Block:
-        """Run `updates` after one that warms up. The engine must be decoding. `file`: place of the weight log's versions."""
+    async def block(self, way: Way, updates: int, quiet_s: float) -> Block:
+        """The engine must be decoding."""
         client = WeightUpdateClient(self._llm, bind_host=HOST, stall_timeout_s=TIMEOUT_S, force_paused=way == "paused")
         done = Block(way)
         try:
@@ -73,7 +74,7 @@ class EngineRounds:
             if way != "log":
                 await self._join(client)
             for number in range(-1, updates):  # number -1 warms up
-                update = await self._update(client, way, file)
+                update = await self._update(client, way)
                 began_s = time.monotonic()
                 await asyncio.sleep(quiet_s)
                 if number >= 0:
@@ -88,16 +89,16 @@ class EngineRounds:
         group = GroupSpec(self._store, f"epoch-{number}", 1, 2)
         await asyncio.gather(self._trainer("join", group.name), client.join_group(group, TIMEOUT_S))
 
-    async def _update(self, client: WeightUpdateClient, way: Way, file: Path) -> Update:
+    async def _update(self, client: WeightUpdateClient, way: Way) -> Update:
         version = PolicyVersion(1, next(self._versions))
         if way == "paused":
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         began_s = time.monotonic()
-        command = ("write", version, file) if way == "log" else ("send", version)
+        command = ("write", version, self._file) if way == "log" else ("send", version)
         sending = asyncio.create_task(self._trainer(*command))
         if way == "log":
             await sending
-        staged = await client.receive(version, TIMEOUT_S, file if way == "log" else None)
+        staged = await client.receive(version, TIMEOUT_S, self._file if way == "log" else None)
         staged_s = time.monotonic()
         sent: Moved = await sending
         assert staged.checksum == sent.checksum

@@ -9,8 +9,8 @@ bare one, the median over rounds. Each decoded stream is compared with the right
 * `joins`: `READERS` light members, a process each, start at once and read an anchor with the deltas after it, from a folder and
   from NATS on loopback. The trainer's bytes are counted by the kernel, over all TCP connections of its process. `gloo`: as many
   that join by a side group instead, for comparison of the time.
-* `swaps`: a vLLM engine that decodes a full batch gets versions over Gloo and from the stream of the weight log, which is in
-  memory or in a file on disk, in blocks that take turns. A stall is the time that its update client says it paused decoding.
+* `swaps`: a vLLM engine that decodes a full batch gets versions over Gloo and from the file of the weight log, in blocks that
+  take turns. A stall is the time that its update client says it paused decoding.
 
 Not measured here: remote stores, slow links (`far_actor.py`), and training beside the encoder.
 
@@ -55,7 +55,6 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.chunks import describe, pack
 from pipelinerl.transfer.delta import Bytes, decode_delta, encode_delta
 from pipelinerl.transfer.manifest import Manifest
-from pipelinerl.transfer.weight_log import link_to_memory
 
 RESULTS = Path(__file__).parent / "results"
 DOCUMENTS = Path(__file__).parent.parent
@@ -66,7 +65,7 @@ BEFORE, AFTER = PolicyVersion(1, 0), PolicyVersion(1, 1)
 GOAL_SHARE, GOAL_S_PER_GB, GOAL_RATIO = 0.05, 2.0, 1.5
 READERS, JOIN_MEGABYTES, JOIN_CHANGED = 16, 64, 0.03
 PARTS, JOINS, SWAPS = ("deltas", "joins", "swaps"), ("file", "nats", "gloo"), ("1m", "135m")
-SWAP_BLOCKS = 6
+SWAP_BLOCKS = 10
 GOAL_SENT, GOAL_STALL = 0.001, 1.1
 _BYTES_SENT = struct.Struct("<200xQ")
 """`tcpi_bytes_sent` in Linux's `struct tcp_info`."""
@@ -219,8 +218,8 @@ async def swaps(case: Case) -> dict[str, Any]:
     """One row: the stalls of a vLLM engine whose weights come over Gloo, and of the same one with a weight log."""
     from services.actor.vllm_engine import start_engine
 
-    ways: dict[str, tuple[Way, str]] = {"gloo": ("in flight", ""), "log": ("log", "memory"), "log_on_disk": ("log", "disk")}
-    stalls: dict[str, list[float]] = {name: [] for name in ways}
+    ways: tuple[Way, ...] = ("in flight", "log")
+    stalls: dict[str, list[float]] = {way: [] for way in ways}
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         case.build(case.recipe, Path(folder))
@@ -229,27 +228,24 @@ async def swaps(case: Case) -> dict[str, Any]:
             store = await trainer("address")
             async with start_engine(case.recipe, folder) as engine:
                 await engine.llm.update_weight_version(str(PolicyVersion(1, 0)))
-                rounds = EngineRounds(engine.llm, manifest, trainer, store)
-                memory = link_to_memory(Path(folder) / "memory")
+                rounds = EngineRounds(engine.llm, manifest, trainer, store, Path(folder) / "stream")
                 async with decoding(engine.llm, case.in_progress, case.max_tokens, engine.vocab_size):
                     for number in range(SWAP_BLOCKS):
-                        names = list(ways)
-                        for name in names[number % 3 :] + names[: number % 3]:
-                            way, place = ways[name]
-                            block = await rounds.block(way, case.updates, case.quiet_s, Path(folder) / place)
-                            stalls[name] += [update.stall_s for update in block.updates]
-                            print(f"{case.name} {name}: {len(stalls[name])} updates", file=sys.stderr)
-                os.close(memory)
+                        for way in ways if number % 2 == 0 else reversed(ways):
+                            block = await rounds.block(way, case.updates, case.quiet_s)
+                            stalls[way] += [update.stall_s for update in block.updates]
+                            print(f"{case.name} {way}: {len(stalls[way])} updates", file=sys.stderr)
     figures = {
-        f"{name}_stall_p{percent}_ms": milliseconds(percentile(stalls[name], percent)) for name in ways for percent in (50, 99)
+        f"{name}_stall_p{percent}_ms": milliseconds(percentile(stalls[way], percent))
+        for name, way in (("gloo", "in flight"), ("log", "log"))
+        for percent in (50, 99)
     }
     return {
         "model": case.name,
         "megabytes": manifest.total_bytes / 1e6,
         "updates": len(stalls["log"]),
         **figures,
-        "ratio": percentile(stalls["log"], 50) / percentile(stalls["gloo"], 50),
-        "ratio_on_disk": percentile(stalls["log_on_disk"], 50) / percentile(stalls["gloo"], 50),
+        "ratio": percentile(stalls["log"], 50) / percentile(stalls["in flight"], 50),
         "goal": GOAL_STALL,
         "load_before": load,
     }

@@ -38,8 +38,6 @@ from pipelinerl.v1.control_pb2 import LogObject, Published
 
 _ANCHOR, _DELTA = "anchor.safetensors", "delta"
 CHAINS_KEPT = 2
-STREAM = "stream"
-"""Name of the file with a reader's copy of a version, in its folder."""
 _SHA256_BYTES = 32
 _KEY = re.compile(r"[\w=-][\w=.-]*(/[\w=-][\w=.-]*)*", re.ASCII)
 """Only keys that stay inside the store's folder match."""
@@ -115,20 +113,12 @@ class WeightLog:
         return LogObject(version=version.number, key=key, bytes=num_bytes, sha256=sha256)
 
 
-def link_to_memory(path: Path) -> int:
-    """Make `path` a link to memory of this process, so that no disk has to write the whole stream at each version. Return its
-    descriptor. The memory is freed when the descriptor is closed and no process maps the file."""
-    descriptor = os.memfd_create(path.name)
-    path.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
-    return descriptor
-
-
 class Replica:
     """The reader. `folder` holds the stream of `version`, and the object that is being downloaded. `version` is None if the
     stream is incomplete. Make one call at a time."""
 
     def __init__(self, store: LogStore, manifest: Manifest, folder: Path) -> None:
-        self._store, self._manifest, self._folder, self._path = store, manifest, folder, folder / STREAM
+        self._store, self._manifest, self._folder, self._path = store, manifest, folder, folder / "stream"
         self.version: PolicyVersion | None = None
         self.fetched_bytes = 0
         self._stream: Bytes | None = None

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import tempfile
 import time
-import weakref
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,12 +22,11 @@ from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.tracing import Trace, before_ns, child, headers_of, root, trace_in, trace_of
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Manifest, TransferAborted
 from pipelinerl.transfer.stores import LogStore
-from pipelinerl.transfer.weight_log import STREAM, Replica, link_to_memory
+from pipelinerl.transfer.weight_log import Replica
 from pipelinerl.v1 import control_pb2 as pb
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import WeightUpdateClient
 from services.actor.weight_sync.gate import ServingGate
-from services.actor.weight_sync.loaders import host_room
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +42,6 @@ CONTROL_TYPES = {
 REASON_CHARACTERS = 500
 STAGE_WITHIN_S = 3600.0
 """Maximum seconds to load a version from the local file. The worker's own checks end a stalled load much earlier."""
-MEMORY_SHARE = 1 / 16
-"""Largest share of the available host memory that the log's stream may take; a larger one is a file. Up to eight actors of one
-machine may decide so at the same time, and the rest remains for others."""
 LOG_BACKOFF = Backoff(first_s=0.5, most_s=5.0, jitter=0.2)
 
 
@@ -163,11 +157,7 @@ class UpdateListener:
         if self._log is not None:
             folder = self._folder / manifest.manifest_id
             folder.mkdir(exist_ok=True)
-            self._replica, stream = Replica(self._log, manifest, folder), folder / STREAM
-            stream.unlink(missing_ok=True)  # a link of an earlier replica leads nowhere, or to another file
-            if manifest.total_bytes <= MEMORY_SHARE * host_room():
-                with suppress(OSError):  # where memory cannot be a file, the stream is one on disk
-                    weakref.finalize(self._replica, os.close, link_to_memory(stream))
+            self._replica = Replica(self._log, manifest, folder)
             self._read_log()
 
     async def _refuse(self, error: TransferError) -> NoReturn:
