@@ -184,7 +184,7 @@ def test_on_one_gpu_vllm_gets_what_trainer_and_updates_leave() -> None:
     assert own["PYTORCH_ALLOC_CONF"] == f"expandable_segments:True,{limit}"
     for said in (refusal(recipe(f"actor.engine.gpu_memory_utilization={share}"), here) for share in (0.5, 0.03)):
         assert "needs at least 0.17 for weights" in said
-        assert "and at most 0.28; use a value between, or auto" in said
+        assert "and may have at most 0.28; use a value between, or auto" in said
     with_reference = place(recipe("algorithm.kl_coefficient=0.1"), here, SMALL).recipe
     assert with_reference.actor.engine.gpu_memory_utilization == 0.24, "0.92 GiB more"
     quantised = place(recipe("actor.engine.quantization=fp8"), here, SMALL).recipe
@@ -275,7 +275,7 @@ def test_alone_vllm_gets_its_usual_share_or_what_an_update_leaves() -> None:
 def test_memory_of_others_is_not_given_away_and_adapters_need_no_second_instance() -> None:
     half = [gpu(0), gpu(1, free=42)]
     assert place(recipe("trainer.nproc=1"), half, 0).recipe.actor.engine.gpu_memory_utilization == 0.52
-    assert "model.max_context, and at most 0.52; use" in refusal(
+    assert "tokens, and may have at most 0.52; use" in refusal(
         recipe("trainer.nproc=1", "actor.engine.gpu_memory_utilization=0.9"), half, 0
     )
     mixed = [gpu(0), gpu(1), gpu(2, total=24)]

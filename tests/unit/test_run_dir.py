@@ -56,7 +56,7 @@ def test_a_new_folder_says_which_run_it_is_of() -> None:
         (["here/recipe.yaml"], {"path": "here"}, r"--run-dir = 'here': holds another run; resume it \(pipelinerl"),
         (["runs/mine/recipe.yaml"], {"name": "mine"}, r"--name = 'runs/mine': holds another run"),
         (["here/b", "here/a"], {"path": "here"}, r"holds other files \(a, b\) and no run; give a new or empty"),
-        ([f"here/{name}" for name in "dbca"], {"path": "here"}, r"a run \(a, b, c, \.\.\.\)"),
+        ([f"here/{name}" for name in "dbca"], {"path": "here"}, r"files \(a, b, c, \.\.\.\)"),
         (["file"], {"path": "file"}, "is a file"),
         (["file"], {"path": "file/below"}, "cannot be made: Not a directory"),
         ([], {"name": "../escape"}, r"--name = '\.\./escape'"),
@@ -113,7 +113,7 @@ def test_what_never_came_to_training_does_not_block_its_name_unless_it_goes_on()
         *(False, False), True,
     )  # fmt: skip
     (again.path / "lineage.json").touch()
-    with pytest.raises(FieldError, match="is not empty"):
+    with pytest.raises(FieldError, match="holds other files"):
         create_run_dir("arithmetic", NOW, name="mine")
     (elsewhere / "kept").rename(elsewhere / "run.json")
     with pytest.raises(FieldError, match="holds other files"):

@@ -447,7 +447,7 @@ async def test_a_folder_that_lacks_something_is_not_taken_for_a_new_run(tmp_path
         os.truncate(tmp_path / JOURNAL, 100)
     else:
         (tmp_path / lost).unlink()
-    with pytest.raises(FieldError, match=f"{lost.rpartition(' ')[2]}.* restore (it|the file)"):
+    with pytest.raises(FieldError, match=f"{lost.rpartition(' ')[2]}.* restore (it|that|the file)"):
         find_start(tmp_path, RUN, RECIPE)
 
 
