@@ -37,6 +37,7 @@ from pipelinerl.service.grpc import serve_calls
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import GpuTurn, Readiness, StartStopped, unless_stopped, watch_loop
 from pipelinerl.service.logs import LogContext
+from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import ActorSettings, host_port
 from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes
@@ -65,7 +66,8 @@ INTERRUPT_S = 1.5
 """Maximum seconds for the engine to return unfinished sequences. This takes milliseconds unless a commit is running."""
 DRAIN_S = 2.5
 HAND_OVER_S = 3.0
-"""Maximum seconds to publish unfinished groups on PROMPTS. If NATS does not answer, the whole stop takes about 9 s."""
+"""Maximum seconds to publish unfinished groups on PROMPTS. If NATS does not answer, the whole stop takes about 8 s."""
+LEAVE_WITHIN_S = 2.0
 
 
 async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContext, start: StartEngine = start_engine) -> None:
@@ -177,10 +179,11 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         try:
             async with asyncio.TaskGroup() as tasks:
                 producers = [tasks.create_task(part) for part in (self._finisher.run(), self._generation.run())]
-                beside = self._updates.run(), heartbeat.run(), self._show_state(readiness)
+                beating = tasks.create_task(heartbeat.run())
                 keeping = self._held.keep_alive(self.bus.limits.ack_wait_s / 3)
-                others = [tasks.create_task(part) for part in (*beside, keeping)]
+                others = [tasks.create_task(part) for part in (self._updates.run(), self._show_state(readiness), keeping)]
                 await self.stop.wait()
+                beating.cancel()
                 self.gate.drain()
                 readiness.reason = "draining"
                 tasks.create_task(heartbeat.leave())
@@ -206,8 +209,6 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             served = self.gate.served
             self.context.policy_version = served.number if served else None
             await asyncio.sleep(HEALTH_CHECK_S)
-
-    # The calls refuse token ids outside the vocabulary: the engine would fail, or take them for other tokens.
 
     async def GetState(self, request: actor_pb2.GetStateRequest, context: grpc.aio.ServicerContext) -> actor_pb2.ActorState:
         served = self.gate.served
@@ -281,7 +282,8 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def check_vocabulary(token_ids: TokenIds, vocab_size: int, kind: str, field: str) -> None:
-    """Raise `MessageError` with the position and id of the first token outside the vocabulary. Pure."""
+    """Raise `MessageError` with the position and id of the first token outside the vocabulary. An engine would fail on such an
+    id, or use another token. Pure."""
     outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
     if len(outside):
         first = outside[0]
@@ -299,9 +301,6 @@ async def report_start(settings: ActorSettings, stop: asyncio.Event) -> None:
         await asyncio.sleep(StreamLimits().member_ttl_s / 3)
 
 
-LEAVE_WITHIN_S = 2.0
-
-
 class Heartbeat:
     """Refreshes the actor's entry in the membership bucket, with its version and phase. The entry of a dead or frozen process
     expires. `me` holds the fields that never change. Its `process` differs at every start, so a restarted actor is a new
@@ -309,34 +308,31 @@ class Heartbeat:
 
     def __init__(self, bus: Bus, gate: ServingGate, manifest_id: Callable[[], str], me: Registration) -> None:
         self._bus, self._gate, self._manifest_id, self._me = bus, gate, manifest_id, me
-        self._away = self._left = False
+        self._left = False
 
     async def run(self) -> None:
-        """Refresh until cancelled or until `leave`. Failed refreshes are repeated; only the first in a row logs a warning."""
-        while not self._left:
-            try:
-                await self._bus.put_member(self._me.actor, self.registration().SerializeToString())
-            except BusError as error:
-                log.log(logging.DEBUG if self._away else logging.WARNING, "cannot register, will try again: %s", error)
-                self._away = True
-            else:
-                self._away = False
-            ttl_s = self._bus.limits.member_ttl_s
+        """Refresh until cancelled. Failed refreshes are repeated."""
+        ttl_s = self._bus.limits.member_ttl_s
+        while True:
+            await retry_forever(self._refresh, "register this actor")
             await asyncio.sleep(ttl_s / 3 if self._manifest_id() else min(ttl_s / 12, 1.0))
 
     async def leave(self) -> None:
-        """End the heartbeat and remove the registration; if that fails, the registration expires. A draining actor is first
-        registered as draining, so that the trainer can tell an orderly stop from a failure."""
+        """Remove the registration, once `run` has been cancelled; if that fails, the registration expires. A draining actor is
+        first registered as draining, so that the trainer can tell an orderly stop from a failure."""
         if self._left:
             return
         self._left = True
         try:
             async with asyncio.timeout(LEAVE_WITHIN_S):
                 if self._gate.draining:
-                    await self._bus.put_member(self._me.actor, self.registration().SerializeToString())
+                    await self._refresh()
                 await self._bus.remove_member(self._me.actor)
         except (BusError, TimeoutError) as error:
             log.warning("cannot remove the registration, it will expire: %s", error or "no answer in time")
+
+    async def _refresh(self) -> None:
+        await self._bus.put_member(self._me.actor, self.registration().SerializeToString())
 
     def registration(self) -> Registration:
         served = self._gate.served or PolicyVersion(0, 0)

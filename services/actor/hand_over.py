@@ -6,7 +6,6 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,6 +19,10 @@ from services.actor.engine import state_of
 from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)
+
+HEADER_ROOM_BYTES = 1024
+AT_ONCE = 16
+ANSWER_WITHIN_S = 1.0
 
 
 async def answered(answer: Awaitable[None], action: str) -> bool:
@@ -101,57 +104,53 @@ class HeldGroups(dict[str, HeldGroup]):
         if not held.messages and self.get(group_id) is held:
             del self[group_id]
 
-    async def acknowledge_all(self) -> None:
-        for group_id in list(self):
-            await self.acknowledge(group_id)
-
     async def keep_alive(self, every_s: float) -> None:
-        """Extend the ack deadlines of all messages periodically, until cancelled."""
+        """Every `every_s` seconds, repeat failed acknowledgements and extend the other messages' ack deadlines, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
-            await self.acknowledge_all()
             for group_id, held in list(self.items()):
+                await self.acknowledge(group_id)
                 for message in list(held.messages.values()):
                     await answered(message.delivery.in_progress(), f"extend the deadline of group {group_id}")
-
-
-HEADER_ROOM_BYTES = 1024
-AT_ONCE = 16
-ANSWER_WITHIN_S = 1.0
 
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
     """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens. The messages that
     brought them are acknowledged only afterwards, so that no group is lost. If a group cannot be stored in time, NATS delivers
-    its messages again, and the loss of its tokens is logged. Takes at most 2 s longer than `timeout_s`."""
+    its messages again, and the loss of its tokens is logged. Takes at most `ANSWER_WITHIN_S` longer than `timeout_s`."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> None:
-        group_id = one.group.group_id
+        group_id, missing = one.group.group_id, sorted(one.missing)
         try:
-            async with asyncio.timeout_at(until), at_once:
-                await publish_samples(bus, one, sorted(one.missing), instance)
+            if missing:
+                async with asyncio.timeout_at(until), at_once:
+                    await publish_samples(bus, one, missing, instance)
         except (BusError, NotPermitted, MessageError, TimeoutError) as error:
             lost = sum(sample.num_sampled_tokens for sample in one.partials.values())
             log.error(
                 "cannot hand over group %s: its %d missing samples restart and %d tokens are lost: %s",
-                group_id, len(one.missing), lost, error or "the stream did not take it in time",
+                group_id, len(missing), lost, error or "the stream did not take it in time",
             )  # fmt: skip
-            await _answer(one, acknowledge=False)
         else:
             for sample in one.partials.values():
                 metrics.handed_over.labels(state_of(sample)).inc()
-            await _answer(one, acknowledge=True)
-        del held[group_id]
+            for message in one.messages.values():
+                message.missing.clear()
+        try:
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                for message in list(one.messages.values()):
+                    await (message.delivery.give_back() if message.missing else message.delivery.ack())
+        except (BusError, TimeoutError) as error:
+            log.warning("cannot ack or return group %s; NATS delivers it again: %s", group_id, error or "timed out")
+        held.pop(group_id, None)
 
-    await asyncio.gather(*(pass_on(one) for one in list(held.values()) if one.missing))
-    with suppress(TimeoutError):  # finished groups are then redelivered; the stream drops their repeated sequences
-        async with asyncio.timeout(ANSWER_WITHIN_S):
-            await held.acknowledge_all()
+    await asyncio.gather(*(pass_on(one) for one in list(held.values())))
 
 
 async def publish_samples(bus: Bus, held: HeldGroup, samples: Sequence[int], instance: str) -> None:
-    """Publish messages that ask another actor for `samples` of a group. Raises `PayloadTooLarge` or `MessageError`."""
+    """Publish messages that ask another actor for `samples` of a group. Retries while NATS is unreachable or PROMPTS is full.
+    Raises `PayloadTooLarge`, `MessageError` or `NotPermitted`."""
     group_id, partials = held.group.group_id, [held.partials[index] for index in sorted(held.partials)]
     room = bus.max_payload_bytes - HEADER_ROOM_BYTES
     payloads, left_out = messages_of(held.group, samples, partials, room)
@@ -162,17 +161,6 @@ async def publish_samples(bus: Bus, held: HeldGroup, samples: Sequence[int], ins
     for payload in payloads:
         msg_id = f"{group_id}/{instance}-{uuid.uuid4().hex[:8]}"
         await retry_forever(partial(bus.publish_prompt, payload, msg_id, headers), f"hand over {msg_id}")
-
-
-async def _answer(held: HeldGroup, *, acknowledge: bool) -> None:
-    """Acknowledge or give back the group's messages. After a failure, NATS delivers them again, which repeats work."""
-    try:
-        async with asyncio.timeout(ANSWER_WITHIN_S):
-            for message in held.messages.values():
-                done = acknowledge or not message.missing
-                await (message.delivery.ack() if done else message.delivery.give_back())
-    except (BusError, TimeoutError) as error:
-        log.warning("cannot ack or return group %s; NATS delivers it again: %s", held.group.group_id, error or "timed out")
 
 
 def messages_of(
