@@ -249,6 +249,7 @@ async def _live(spec: MemberSpec, reports: Connection) -> None:
         tasks = [asyncio.create_task(part) for part in (listener.run(), heartbeat.run(), receiver.watch_pauses())]
         await asyncio.wait({*tasks, stopped := asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         gate.drain()
+        tasks[1].cancel()
         await heartbeat.leave()
         for task in (*tasks, stopped):
             task.cancel()

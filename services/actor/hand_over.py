@@ -105,7 +105,7 @@ class HeldGroups(dict[str, HeldGroup]):
             del self[group_id]
 
     async def keep_alive(self, every_s: float) -> None:
-        """Every `every_s` seconds, repeat failed acknowledgements and extend the other messages' ack deadlines, until cancelled."""
+        """Repeat failed acknowledgements and extend the other messages' deadlines every `every_s` seconds, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             for group_id, held in list(self.items()):

@@ -178,7 +178,8 @@ async def test_an_engine_that_ends_leaves_no_folder_of_its_weight_socket(monkeyp
     monkeypatch.setattr(vllm_engine, "build_llm", MagicMock())
     monkeypatch.setattr(vllm_engine.VllmEngine, "warm_up", AsyncMock())
     async with vllm_engine.start_engine(make_recipe(), "nowhere") as engine:
-        engine.weights._link = link = await WorkerLink.listen(num_workers=1)
+        engine.weights._link = link = WorkerLink(num_workers=1)
+        await link.listen()
         assert Path(link.path).is_socket()
     assert not Path(link.path).parent.exists()
 

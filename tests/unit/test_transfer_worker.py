@@ -71,7 +71,8 @@ class Engine:
 
 @asynccontextmanager
 async def engine(*loaders: KeepingLoader, staging_buffers: int = 2, stall_timeout_s: float = 20.0) -> AsyncIterator[Engine]:
-    link = await WorkerLink.listen(len(loaders))
+    link = WorkerLink(len(loaders))
+    await link.listen()
     workers = list[TransferWorker]()
     given = {"stall_timeout_s": stall_timeout_s, "staging_buffers": staging_buffers}
     try:

@@ -32,7 +32,6 @@ class InitInfo(WeightTransferInitInfo):
 
     socket_path: str
     manifest: bytes
-    stall_timeout_s: float
     staging_buffers: int
     force_paused: bool
 
@@ -85,7 +84,6 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             loader,
             manifest,
             init_info.socket_path,
-            stall_timeout_s=init_info.stall_timeout_s,
             staging_buffers=init_info.staging_buffers,
             device=self.device,
         )

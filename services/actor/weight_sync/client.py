@@ -45,7 +45,7 @@ class WeightLoading:
 @dataclass(frozen=True)
 class StagedWeights:
     """Figures of a version that is received and checked. The trainer compares `checksum` (64 bits over all received bytes) with
-    its own. The times are those of the slowest rank."""
+    its own. `WeightUpdateClient.receive` returns the times of the slowest rank."""
 
     checksum: int
     num_bytes: int
@@ -88,34 +88,29 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class WorkerLink:
-    """The actor's end of the socket. Open it with `WorkerLink.listen`, pass `path` to the workers, await `hellos`, then `ask`.
-    An order goes to all workers and is complete when all have replied. If a connection is lost, all waiting calls fail."""
+    """The actor's end of the socket. First `listen`, pass `path` to the workers and await `hellos`, then `ask`. An order goes to
+    all workers and is complete when all have replied. If a connection is lost, all waiting orders fail."""
 
-    def __init__(self, directory: tempfile.TemporaryDirectory[str], num_workers: int) -> None:
-        self.path = os.path.join(directory.name, "weights.sock")
-        self._directory, self._num_workers = directory, num_workers
+    def __init__(self, num_workers: int) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
+        self.path = os.path.join(self._directory.name, "weights.sock")
+        self._num_workers = num_workers
         self._server: asyncio.Server | None = None
         self._workers: list[tuple[asyncio.StreamWriter, deque[asyncio.Future[Reply]]]] = []
-        self._hellos: list[WeightLoading] = []
-        self._all_here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._hellos = asyncio.Queue[WeightLoading]()
         self._lost = ""
 
-    @classmethod
-    async def listen(cls, num_workers: int) -> WorkerLink:
-        """Listen on a socket in a new private directory."""
-        link = cls(tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True), num_workers)
-        link._server = await asyncio.start_unix_server(link._serve, link.path)
-        return link
+    async def listen(self) -> None:
+        self._server = await asyncio.start_unix_server(self._serve, self.path)
 
     async def hellos(self, timeout_s: float) -> list[WeightLoading]:
-        """Wait for every worker's first message. Raises TransferError if some are missing after `timeout_s`."""
+        """Return every worker's first message, in any order. Raises TransferError if some are missing after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.shield(self._all_here)
+                return [await self._hellos.get() for _ in range(self._num_workers)]
         except TimeoutError as error:
-            message = f"{len(self._hellos)} of {self._num_workers} vLLM workers connected within {timeout_s} s"
+            message = f"{len(self._workers)} of {self._num_workers} vLLM workers connected within {timeout_s} s"
             raise TransferError(message) from error
-        return self._hellos
 
     async def ask(self, order: Order) -> list[StagedWeights]:
         """Send an order to all workers and return what they staged, if anything. Raises TransferError if a worker fails or its
@@ -141,11 +136,9 @@ class WorkerLink:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            self._hellos.append(msgspec.json.decode(await reader.readline(), type=WeightLoading))
-            waiting = deque[asyncio.Future[Reply]]()
+            hello, waiting = msgspec.json.decode(await reader.readline(), type=WeightLoading), deque[asyncio.Future[Reply]]()
             self._workers.append((writer, waiting))
-            if len(self._hellos) == self._num_workers:
-                self._all_here.set_result(None)
+            self._hellos.put_nowait(hello)
             while line := await reader.readline():
                 reply, future = msgspec.json.decode(line, type=Reply), waiting.popleft()
                 if not future.done():  # the caller may have been cancelled
@@ -175,18 +168,15 @@ def parse_version(text: str) -> PolicyVersion:
 
 @dataclass(eq=False)
 class WeightUpdateClient:
-    """Loads versions into vLLM. Calls must not overlap, except that `discard` may be called while `receive` waits. All calls
-    raise `TransferError`.
+    """Loads versions into vLLM. Calls must not overlap, except that `discard` may be called while `receive` waits.
 
-    `recompute_kv`: recompute the KV cache of unfinished sequences under new weights instead of keeping it. `stall_timeout_s`:
-    time limit of one chunk, which also bounds `discard`. `bind_host`: address at which other ranks reach this pod (gloo).
-    `force_paused`: use the paused loader, for comparison. `staging_buffers`: chunks that a worker holds at a time while it
-    receives."""
+    `recompute_kv`: recompute the KV cache of unfinished sequences under new weights instead of keeping it. `bind_host`: address
+    at which other ranks reach this pod (gloo). `force_paused`: use the paused loader, for comparison. `staging_buffers`: chunks
+    that a worker holds at a time while it receives."""
 
     llm: AsyncLLM
     _: KW_ONLY
     recompute_kv: bool = False
-    stall_timeout_s: float = 10.0
     bind_host: str | None = None
     force_paused: bool = False
     staging_buffers: int = 2
@@ -196,14 +186,15 @@ class WeightUpdateClient:
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
         """Prepare the workers for a manifest. The first call blocks decoding while the shadow model is built. Raises
-        `ManifestMismatch` if the served model cannot take these weights."""
+        `ManifestMismatch` if the served model cannot take these weights, and `TransferError` if a worker does not connect."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self.close()
-        link = await WorkerLink.listen(self.llm.vllm_config.parallel_config.world_size)
-        options = {name: getattr(self, name) for name in ("stall_timeout_s", "staging_buffers", "force_paused")}
+        link = WorkerLink(self.llm.vllm_config.parallel_config.world_size)
+        options = {"staging_buffers": self.staging_buffers, "force_paused": self.force_paused}
         init_info = {"socket_path": link.path, "manifest": manifest.to_bytes(), **options}
         try:
+            await link.listen()
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
             hellos = await link.hellos(PREPARE_TIMEOUT_S)
             if problem := next((hello.problem for hello in hellos if hello.problem), ""):
@@ -215,13 +206,15 @@ class WeightUpdateClient:
         return hellos[0]
 
     async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
-        """Leave the previous group and join this one. `group.rank` is the rank of this engine's first worker."""
+        """Leave the previous group and join this one. `group.rank` is the rank of this engine's first worker. Raises
+        `TransferError`."""
         assert self._link is not None, "prepare comes first"
         await self._link.ask(Join(replace(group, bind_host=self.bind_host), timeout_s))
 
     async def receive(self, version: PolicyVersion, deadline_s: float, file: Path | None = None) -> StagedWeights:
-        """Receive and stage a version. If this fails, the workers leave the group. A cancelled caller must call `discard`.
-        `file`: file that has the version's whole stream and does not change meanwhile; None = receive from the group."""
+        """Receive and stage a version within `deadline_s` seconds. If this fails, the workers leave the group, and
+        `TransferError` is raised. A cancelled caller must call `discard`. `file`: file that has the version's whole stream and
+        does not change meanwhile; None = receive from the group."""
         assert self._link is not None, "prepare comes first"
         staged = await self._link.ask(Receive(version, deadline_s, "" if file is None else str(file)))
         checksums = {one.checksum for one in staged}
@@ -261,7 +254,8 @@ class WeightUpdateClient:
         await self._in_sleep_mode(self.llm.sleep(level=1, mode="keep"))
 
     async def wake(self) -> None:
-        """Take the GPU memory again and continue with the old weights. Does nothing if the engine is awake."""
+        """Take the GPU memory again and continue with the old weights. Does nothing if the engine is awake. Raises
+        `CommitFailed`, as `sleep` does."""
         await self._in_sleep_mode(self.llm.wake_up())
 
     @staticmethod
@@ -272,7 +266,8 @@ class WeightUpdateClient:
             raise CommitFailed(f"the engine cannot fall asleep or wake up: {error}") from error
 
     async def discard(self) -> None:
-        """Give up a running transfer or a staged version. Wait for the workers to do so, at most for the stall timeout."""
+        """Give up a running transfer or a staged version. Wait for the workers to do so, at most for the stall timeout. Raises
+        `TransferError`."""
         if self._link is not None:
             await self._link.ask(Discard())
 

@@ -199,7 +199,8 @@ class Receiver:
 
 @dataclass(eq=False)
 class TransferWorker:
-    """Performs the actor's orders in one vLLM worker. `loading` is the first message to the actor."""
+    """Performs the actor's orders in one vLLM worker. `loading` is the first message to the actor. `stall_timeout_s` is the
+    time limit of one chunk, and of a Discard."""
 
     rank: int
     loading: WeightLoading
@@ -207,7 +208,7 @@ class TransferWorker:
     manifest: Manifest
     socket_path: str
     _: KW_ONLY
-    stall_timeout_s: float
+    stall_timeout_s: float = 10.0
     staging_buffers: int = 2
     device: torch.device = HOST.device
 
