@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
+WARM_UP_TOKENS = 2
+"""Tokens of each warm-up sequence. The prefill step samples the first token, and a decode step the second."""
 
 _Built = TypeVar("_Built")
 
@@ -55,28 +57,17 @@ async def build_off_loop(build: Callable[[], _Built], stop: asyncio.Event) -> _B
     children, which makes `build` fail, and raise `StartStopped`. If `build` succeeds nevertheless, return its result, which the
     caller must shut down. Without a stop, errors of `build` are raised unchanged."""
     building = asyncio.ensure_future(asyncio.to_thread(build))
-    stopping = asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait((building, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not building.done():
-            log.info("stopped before the engine was up")
+        with suppress(StartStopped):
+            await unless_stopped(asyncio.wait((building,)), stop)
+    finally:
         while not building.done():  # repeated, because `build` may start further processes
             for child in multiprocessing.active_children():
                 child.terminate()
             await asyncio.wait((building,), timeout=_LOOK_S)
-        if stop.is_set() and building.exception() is not None:
-            raise StartStopped("stopped before the engine was up") from building.exception()
-        return building.result()
-    except asyncio.CancelledError:
-        for child in multiprocessing.active_children():
-            child.terminate()
-        raise
-    finally:
-        stopping.cancel()
-
-
-WARM_UP_TOKENS = 2
-"""Tokens of each warm-up sequence. The prefill step samples the first token, and a decode step the second."""
+    if stop.is_set() and building.exception() is not None:
+        raise StartStopped("stopped before the engine was up") from building.exception()
+    return building.result()
 
 
 def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[str, Any]:
@@ -154,7 +145,7 @@ async def start_engine(
     """Start vLLM on a thread, warm it up, and shut it down at the end. The start takes tens of seconds, during which the event
     loop runs. `on_step` is called on the event loop for each engine step after the warm-up. `bind_host`: address at which the
     other ranks of a transfer group reach this pod. Raises `EngineError` if vLLM cannot serve the model (vLLM's log says why),
-    and `StartStopped` if `stop` is set first."""
+    `FieldError` if vLLM lacks the sleep mode for `actor.colocate`, and `StartStopped` if `stop` is set first."""
     stop, is_warm = stop or asyncio.Event(), False
 
     def step(decode_s: float | None, kv_cache_usage: float) -> None:
@@ -187,8 +178,7 @@ async def start_engine(
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:
-    """Start vLLM with its engine process. Blocks; runs on any thread. Raises `EngineError` or `FieldError`."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(recipe.actor.engine.kv_cache_gib))))
+    """Start vLLM with its engine process. Blocks; runs on any thread. Raises the errors of `start_engine`."""
     # FlashInfer's sampler is only for top-p and top-k, which recipes do not have, and it compiles with nvcc at its first use.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     import torch

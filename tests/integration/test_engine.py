@@ -84,6 +84,7 @@ async def check_generation(run: Running, steps: list[tuple[float | None, float]]
     assert run.llm.output_handler is not None
     config = run.llm.vllm_config
     assert (config.cache_config.enable_prefix_caching, config.model_config.trust_remote_code) == (True, False)
+    assert config.cache_config.kv_cache_memory_bytes == int(0.1 * 2**30)  # the recipe's size, not whole GiB
     is_as_on_gpu = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # make test-runner-v2
     assert (config.use_v2_model_runner, config.scheduler_config.async_scheduling) == (is_as_on_gpu, is_as_on_gpu)
     request = GenerationRequest("r", np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=4))

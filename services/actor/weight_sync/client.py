@@ -88,8 +88,8 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class WorkerLink:
-    """The actor's end of the socket. First `listen`, pass `path` to the workers and await `hellos`, then `ask`. An order goes to
-    all workers and is complete when all have replied. If a connection is lost, all waiting orders fail."""
+    """The actor's end of the socket. First `listen`, pass `path` to the workers and await `hellos`, then `ask`. An order goes
+    to all workers and is complete when all have replied. If a connection is lost, all waiting orders fail."""
 
     def __init__(self, num_workers: int) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
