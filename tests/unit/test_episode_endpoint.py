@@ -189,8 +189,10 @@ async def test_tokens_in_and_tokens_out_as_verifiers_clients_ask() -> None:
         assert sampling.stop_token_ids == tuple(renderer.get_stop_token_ids())
         path = str(client.base_url).replace("/v1/", "/inference/v1/generate")
         async with httpx.AsyncClient(timeout=60) as raw:
-            for wrong in ([], [-1], [VOCAB_SIZE], [1.5], "ab", None):
-                refused = await raw.post(path, json={"token_ids": wrong})
+            wrong = ([], [-1], [VOCAB_SIZE], [1.5], "ab", None)
+            several = {"token_ids": context, "sampling_params": {"n": 2}}
+            for body in (*({"token_ids": one} for one in wrong), several):
+                refused = await raw.post(path, json=body)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
 
 

@@ -16,7 +16,7 @@ from renderers import config_from_name, create_renderer
 from renderers.base import MODEL_RENDERER_MAP, build_trajectory_step
 
 from pipelinerl.messages.sequences import Completion, FinishReason, SamplingParams, VersionSpan
-from services.actor.episodes.endpoint import answer_of, context_of, message_of, read_messages
+from services.actor.episodes.endpoint import answer_of, context_of, read_messages
 from services.actor.episodes.episode import Episode
 from services.actor.episodes.formats import ChatFormat, FamilyFormat, PlainFormat, TemplateFormat, Unrenderable, chat_format
 from tests.support.generation import recorded
@@ -86,7 +86,7 @@ class Conversation:
             spans = (VersionSpan(version, 0, len(sampled)),)
             turn.made = Completion(np.array(sampled, np.int32), logprobs, spans, reason)
             self.asked.append((context.tolist(), sampled))
-        return json.loads(json.dumps(message_of(answer_of(self.chat, turn, read_messages(messages), tools))))
+        return json.loads(json.dumps(answer_of(self.chat, turn, read_messages(messages), tools)))
 
     def play(self, script: list[tuple[str, str, bool]]) -> None:
         messages: list[dict] = [{"role": "user", "content": "Begin."}]

@@ -1,7 +1,7 @@
 """The HTTP endpoint at which environments and agents request turns, as OpenAI's chat completions or as tokens.
 
 Every URL contains the key of a running episode. Turns are sampled as the recipe says, because the trainer divides by the
-sampling probabilities; a request sets only messages, length, stop strings and tools. A stream sends each answer whole.
+sampling probabilities; a request sets only messages or tokens, length, stops and tools. A stream sends each answer whole.
 
 `context_of` and `answer_of` convert messages to tokens and back. If a request continues a recorded conversation, the recorded
 tokens are kept, and only the new messages are rendered. Otherwise the whole history is rendered and begins a branch.
@@ -27,12 +27,12 @@ from msgspec import Meta
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from pipelinerl.episodes import TOO_LARGE, ToolCall
+from pipelinerl.episodes import TOO_LARGE
 from pipelinerl.errors import as_unicode
 from pipelinerl.messages.sequences import SamplingParams, TokenIds
 from services.actor.engine import before_stop
 from services.actor.episodes.episode import Episode, Episodes, RecordedTurn, Refused, no_such_episode
-from services.actor.episodes.formats import Answer, ChatFormat, Message, Tools, Unrenderable, parsed_json
+from services.actor.episodes.formats import ChatFormat, Message, Tools, Unrenderable, parsed_json
 from services.actor.metrics import IGNORED_FIELDS, ActorMetrics
 
 log = logging.getLogger(__name__)
@@ -116,8 +116,7 @@ class Endpoint:
         episode, body = await self._received(key, request)
         chat, asked = self._chat, _read(body, _ChatRequest)
         messages = read_messages(body.get("messages") or None)
-        if body.get("n") not in (None, 1):
-            raise Unrenderable(f"n = {body['n']!r}: use 1, since each request records one answer; send several requests")
+        _check_count(body)
         if body.get("functions"):
             raise Unrenderable(f"functions = {body['functions']!r:.100}: use tools, which replaced this field")
         tools, may_call = asked.tools or [], asked.tool_choice != "none"
@@ -127,8 +126,8 @@ class Endpoint:
         with_usage = bool((asked.stream_options or {}).get("include_usage"))
 
         def answered(turn: RecordedTurn) -> str:
-            answer = answer_of(chat, turn, messages, tools, stop, may_call)
-            completion = chat_completion(turn, answer, model=str(body.get("model") or self._model))
+            message = answer_of(chat, turn, messages, tools, stop, may_call)
+            completion = chat_completion(turn, message, model=str(body.get("model") or self._model))
             return stream_of(completion, with_usage) if asked.stream else json.dumps(completion)
 
         max_tokens = asked.max_completion_tokens or asked.max_tokens
@@ -140,6 +139,7 @@ class Endpoint:
         episode, body = await self._received(key, request)
         asked = _read(body, _GenerateRequest)
         limits = asked.sampling_params or _Limits()
+        _check_count(given := body.get("sampling_params") or {})
         if refused := next(filter(body.get, ("features", "content_parts", "stream")), ""):
             fix = "leave it out, since this endpoint takes only token ids and does not stream"
             raise Unrenderable(f"{refused} = {body[refused]!r:.100}: {fix}")
@@ -147,14 +147,10 @@ class Endpoint:
         for name, ids in (("token_ids", asked.token_ids), ("sampling_params.stop_token_ids", stop_token_ids)):
             if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
                 raise Unrenderable(f"{name}: give token ids from 0 to {self._vocab_size - 1}")
-        ignored = ignored_fields(body.get("sampling_params") or {}, episode.sampling)
+        ignored = ignored_fields(given, episode.sampling)
         self._count_ignored(name for name in ignored if name != "logprobs")  # answers always contain log-probabilities
-        waits = episode.turn(
-            np.array(asked.token_ids, dtype=np.int32),
-            max_tokens=limits.max_tokens,
-            stop=limits.stops,
-            stop_token_ids=stop_token_ids,
-        )
+        context = np.array(asked.token_ids, dtype=np.int32)
+        waits = episode.turn(context, max_tokens=limits.max_tokens, stop=limits.stops, stop_token_ids=stop_token_ids)
         model = str(body.get("model") or self._model)
         answer = await _answer(episode, request, waits, lambda turn: json.dumps(generated(turn, model=model)))
         return Response(answer, media_type="application/json")
@@ -247,6 +243,11 @@ def _parsed(body: bytes) -> dict[str, Any]:
     return parsed
 
 
+def _check_count(given: Mapping[str, Any]) -> None:
+    if given.get("n") not in (None, 1):
+        raise Unrenderable(f"n = {given['n']!r}: use 1, since each request records one answer; send several requests")
+
+
 def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
     """Return the fields that ask for a distribution other than `sampling`, or for another form of answer. Pure."""
     unchanged = {
@@ -263,12 +264,11 @@ def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[st
     return sorted(name for name, value in given.items() if value not in unchanged.get(name, ()))
 
 
-def chat_completion(turn: RecordedTurn, answer: Answer, *, model: str) -> dict[str, Any]:
+def chat_completion(turn: RecordedTurn, message: Message, *, model: str) -> dict[str, Any]:
     """Return OpenAI's `chat.completion`, with a random id and the current time."""
-    message = message_of(answer)
-    if answer.tool_calls:
-        message["content"] = answer.content or None
-    finish_reason = "tool_calls" if answer.tool_calls else str(turn.made.finish_reason)
+    finish_reason = str(turn.made.finish_reason)
+    if "tool_calls" in message:
+        message, finish_reason = {**message, "content": message["content"] or None}, "tool_calls"
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
         "object": "chat.completion",
@@ -311,7 +311,7 @@ def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
 async def _unless_over(
     waits: Coroutine[Any, Any, _Result], over: asyncio.Event, *hung_up: Coroutine[Any, Any, None]
 ) -> _Result:
-    """Return the result of `waits`. If the environment's run ends or the client hangs up, cancel it and raise `Refused`."""
+    """Return the result of `waits`. Cancel `waits` and raise `Refused` if the environment's run ends or the client hangs up."""
     working = asyncio.create_task(waits)
     ending = [asyncio.create_task(one) for one in (over.wait(), *hung_up)]
     try:
@@ -377,30 +377,24 @@ def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Mess
 
 def answer_of(
     chat: ChatFormat, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: Iterable[str] = (), may_call: bool = True
-) -> Answer:
+) -> Message:
     """Return the turn as a message without its stop string. Store the conversation, with this message, in `turn.messages`."""
     prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
     parsed = chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
+    message: Message = {"role": "assistant", "content": before_stop(parsed.content, stop)}
+    if reasoning := before_stop(parsed.reasoning, stop):
+        message["reasoning_content"] = reasoning
 
     def made_id(number: int) -> str:  # the same for the same call; Mistral's templates require nine letters or digits
         salt = number.to_bytes(8, "little")
         return hashlib.blake2b(turn.token_ids.tobytes(), digest_size=8, salt=salt).hexdigest()[:9]
 
-    calls = tuple(
-        ToolCall(as_unicode(call.id) or made_id(number), as_unicode(call.name), as_unicode(call.arguments_json))
-        for number, call in enumerate(parsed.tool_calls)
-    )
-    answer = Answer(before_stop(parsed.content, stop), before_stop(parsed.reasoning, stop), calls)
-    turn.messages = _history([*messages, message_of(answer)], tools)
-    return answer
-
-
-def message_of(answer: Answer) -> Message:
-    message: Message = {"role": "assistant", "content": answer.content}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
-        message["tool_calls"] = [_call(call.id, call.name, call.arguments_json) for call in answer.tool_calls]
+    if parsed.tool_calls:
+        message["tool_calls"] = [
+            _call(as_unicode(call.id) or made_id(number), as_unicode(call.name), as_unicode(call.arguments_json))
+            for number, call in enumerate(parsed.tool_calls)
+        ]
+    turn.messages = _history([*messages, message], tools)
     return message
 
 

@@ -121,16 +121,21 @@ PROBES: tuple[tuple[list[Message], Tools], ...] = (
 def _writes_the_template(found: ChatFormat, tokenizer: Any) -> bool:
     control = ControlTokens(tokenizer)
     for messages, tools in PROBES:
+        text = _tried(tokenizer, messages, tools)
         try:
-            token_ids = control.encode(written(tokenizer, messages, tools))
-        except Exception:  # noqa: BLE001 - the template may not support system messages or tools
-            continue
-        try:
-            if found.render(messages, tools) != token_ids:
+            if text and found.render(messages, tools) != control.encode(text):
                 return False
         except Unrenderable:
             return False
     return True
+
+
+def _tried(tokenizer: Any, messages: list[Message], tools: Tools) -> str:
+    """Render messages with the chat template; return "" if it refuses them, as some refuse system messages or tools."""
+    try:
+        return written(tokenizer, messages, tools)
+    except Exception:  # noqa: BLE001 - the template called raise_exception, or needs a field
+        return ""
 
 
 class RendererTokenizer:
@@ -233,11 +238,9 @@ class TemplateFormat:
         if self._is_next_role:
             self._end, _ = self._turn_end(asked_again=True)
         self.stop_token_ids = tuple(sorted({self._end, tokenizer.eos_token_id} - {None}))
-        self._has_system = bool(self._tried([{"role": "system", "content": "zero"}, *_ASK], []))
-        calls = _hermes_calls(self._tried(_CALLED, [_TOOL]))
-        self._has_tools = "probe_tool" in self._tried(_ASK, [_TOOL]) and any(
-            call and call.name == "probe_tool" for call in calls
-        )
+        self._has_system = bool(_tried(tokenizer, [{"role": "system", "content": "zero"}, *_ASK], []))
+        calls = [call.name for call in _hermes_calls(_tried(tokenizer, _CALLED, [_TOOL])) if call]
+        self._has_tools = "probe_tool" in _tried(tokenizer, _ASK, [_TOOL]) and "probe_tool" in calls
         """True if the template writes tools, and writes calls in the form of Hermes models."""
 
     def render(self, messages: list[Message], tools: Tools) -> list[int]:
@@ -289,12 +292,6 @@ class TemplateFormat:
         if not tokens or tokens[0] not in self._tokenizer.get_added_vocab().values():
             return None, ""
         return tokens[0], str(self._tokenizer.decode(tokens[1:]))
-
-    def _tried(self, messages: list[Message], tools: Tools) -> str:
-        try:
-            return written(self._tokenizer, messages, tools)
-        except Exception:  # noqa: BLE001 - the template called raise_exception, or needs a field
-            return ""
 
 
 class PlainFormat:
