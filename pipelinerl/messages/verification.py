@@ -175,7 +175,7 @@ class VerifierClient:
             raise
 
     def _text(self, error: Exception) -> str:
-        return explained(error, self._tls_dir) if isinstance(error, aio.AioRpcError) else str(error)
+        return explained(error, self._tls_dir)
 
 
 def _results(items: Iterable[pb.VerifyItem | pb.EpisodeRequest], response: pb.VerifyResponse) -> list[pb.VerifyResult]:

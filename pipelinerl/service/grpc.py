@@ -147,8 +147,10 @@ def open_channel(target: str, tls: Path | Certificates | None, name_override: st
     return aio.secure_channel(target, credentials, options=every)
 
 
-def explained(error: aio.AioRpcError, tls_dir: Path | None) -> str:
-    """Return the status and details of a failed call as text, with a hint if TLS may be the cause."""
+def explained(error: Exception, tls_dir: Path | None) -> str:
+    """Return an error as text: of a failed call its status and details, with a hint if TLS may be the cause."""
+    if not isinstance(error, aio.AioRpcError):
+        return str(error)
     details, hint = error.details() or "", ""
     closed_at_once = "failed to connect" in details and "Socket closed" in details
     if tls_dir is None:

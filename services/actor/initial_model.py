@@ -1,8 +1,8 @@
 """`python -m services.actor.initial_model`: fetch the initial model from the trainer, which built or copied it.
 
-The actor's pod runs this program before the actor. It does nothing if the recipe names a hub model or a folder, or if
-PIPELINERL_MODEL_CACHE has the model. It waits without limit for a trainer that is not up yet, or that still serves another
-recipe's model.
+The actor's pod runs this program before the actor. It does nothing if the recipe names a hub model or a folder, if
+PIPELINERL_MODEL_DIR is set, or if PIPELINERL_MODEL_CACHE has the model. It waits without limit for a trainer that is not up
+yet, or that still serves another recipe's model.
 """
 
 from __future__ import annotations
@@ -52,11 +52,7 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
         f"fetch the initial model of trainer {settings.trainer}",
         retried=lambda error: isinstance(error, grpc.aio.AioRpcError | MessageError | TimeoutError),
         backoff=Backoff(first_s=0.5, most_s=5.0),
-        explain=lambda error: (
-            explained(error, settings.tls_dir)
-            if isinstance(error, grpc.aio.AioRpcError)
-            else str(error) or f"no data arrived for {SILENT_S:.0f} s"
-        ),
+        explain=lambda error: explained(error, settings.tls_dir) or f"no data arrived for {SILENT_S:.0f} s",
         level=logging.INFO,  # the trainer may still be building the model
     )
     try:
