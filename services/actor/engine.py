@@ -1,7 +1,4 @@
-"""The interface to an inference engine, and pure functions that convert its completions to sequences.
-
-An engine takes and returns tokens; it knows nothing about text, rewards or streams.
-"""
+"""The interface to an inference engine, and pure functions that convert its completions to sequences."""
 
 from __future__ import annotations
 
@@ -58,7 +55,8 @@ class InferenceEngine(Protocol):
         """Make the `generate` calls of these requests return at once, with their tokens so far. Ignores unknown ids."""
 
     async def score(self, token_ids: TokenIds) -> Logprobs:
-        """Return log π(token[i] | token[:i]) for i >= 1, float32[tokens - 1], nats, at temperature 1, without cached KV."""
+        """Return log π(token[i] | token[:i]) for i >= 1, float32[tokens - 1], nats, at temperature 1, without cached KV. Raises
+        `EngineError`."""
 
     @property
     def tokenizer(self) -> Any:
@@ -71,7 +69,7 @@ class InferenceEngine(Protocol):
 
 
 OnStep = Callable[[float | None, float], None]
-"""Callback after a decode step: seconds since the previous step (None after idle time), and share of the KV cache in use."""
+"""Callback after an engine step: seconds since the previous step (None after idle time), and share of the KV cache in use."""
 StartEngine = Callable[..., AbstractAsyncContextManager[InferenceEngine]]
 """Function with the arguments of `vllm_engine.start_engine`: recipe, initial model, stop event, `on_step`, `bind_host`."""
 
@@ -117,7 +115,7 @@ def stop_in(text: str, stop: abc.Iterable[str]) -> tuple[int, int] | None:
 
 
 def before_stop(text: str, stop: abc.Iterable[str]) -> str:
-    """Return a completion's text before the stop string that ended the completion."""
+    """Return a completion's text before its stop string, or the whole text if it has none."""
     found = stop_in(text, stop)
     return text if found is None else text[: found[0]]
 
@@ -182,7 +180,7 @@ def defect_of(made: Completion) -> str:
 
 
 def without_arrays(sequence: Sequence, failure: str) -> Sequence:
-    """Return a failed sequence without its tokens, which may be invalid. Its text fields remain for people to read."""
+    """Return a failed sequence without its completion tokens, which may be invalid. Its texts remain for people to read."""
     return replace(
         sequence,
         completion_token_ids=np.empty(0, dtype=np.int32),

@@ -26,7 +26,7 @@ from services.actor import engine
 from services.actor.engine import EngineError, InferenceEngine, Made, defect_of, failed_sequence, seed_of
 from services.actor.episodes.episode import Episodes, sequence_of_episode, verdict_of
 from services.actor.finishing import FinishedSample, Finisher
-from services.actor.hand_over import HeldGroups, answered, publish_samples
+from services.actor.hand_over import HEADER_ROOM_BYTES, HeldGroups, answered, publish_samples
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.gate import ServingGate
 
@@ -72,7 +72,8 @@ class Sampler:
         return await (self._play(group, start, trace) if group.episodic else self._complete(group, start))
 
     async def interrupt(self, timeout_s: float) -> None:
-        """Stop sampling for good. Keep the unfinished sequences that the engine returns within `timeout_s`; others are lost."""
+        """Stop sampling for good. Unfinished sequences that the engine returns within `timeout_s` are kept; others are lost.
+        Then stop the episodes, and wait for them for another `timeout_s` at most."""
         self.interrupted = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -179,10 +180,10 @@ class Sampler:
 class GenerationLoop:
     """Keeps H (`actor.sequences_in_progress`) sequences decoding, one in each place of its sampler.
 
-    Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits until a commit has opened the serving
-    gate, a slot is free, and the trainer's feeder has issued a group. A sample holds a slot from its start until it enters the
-    finisher's bounded buffer. If the gate closes before all samples of a group have started, the others return to PROMPTS.
-    There are H slots, or more with episodes, because an episode that waits for its environment holds a slot but no place.
+    Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits until the serving gate is open, which a
+    commit opens, a slot is free, and PROMPTS has a group. A sample holds a slot from its start until it enters the finisher's
+    bounded buffer. If the gate closes before all samples of a group have started, the others return to PROMPTS. There are H
+    slots, or more with episodes, because an episode that waits for its environment holds a slot but no place.
     """
 
     bus: Bus
@@ -199,7 +200,7 @@ class GenerationLoop:
         self.slots = asyncio.Semaphore(self.samples_in_progress)
 
     async def run(self) -> None:
-        """Generate until cancelled. Raises `EngineError` if the engine dies."""
+        """Generate until the sampler is interrupted or this call is cancelled. Raises `EngineError` if the engine dies."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self.gate.opened.wait()
@@ -239,9 +240,8 @@ class GenerationLoop:
         except MessageError as error:
             log.error("a prompt group cannot be read and is given up: %s", error, extra=AGGREGATED)
             self.metrics.bad_messages.labels("prompt_group").inc()
-            await self._give_up(
-                sequences.remains_of_group(delivery.payload, run=self.bus.run), delivery, f"unreadable_group: {error}"
-            )
+            remains = sequences.remains_of_group(delivery.payload, run=self.bus.run)
+            await self._give_up(remains, delivery, f"unreadable_group: {error}")
             return None
         if delivery.num_deliveries > self.bus.limits.max_deliveries and not self.held.holds(group, delivery):
             # The group may have crashed several actors.
@@ -282,13 +282,11 @@ class GenerationLoop:
             actor=self.instance,
             at_s=time.time(),
         )
+        if letter.ByteSize() > self.bus.max_payload_bytes - HEADER_ROOM_BYTES:
+            letter.reason += f" (this letter omits the group, because its {len(letter.prompt_group)} bytes are too many)"
+            letter.ClearField("prompt_group")
         try:
-            try:
-                await self.bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
-            except PayloadTooLarge:
-                letter.reason += f" (this letter omits the group, because its {len(letter.prompt_group)} bytes are too many)"
-                letter.ClearField("prompt_group")
-                await self.bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
+            await self.bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
         except BusError as error:  # the message will be delivered again
             log.warning("a prompt group is not given up yet, because its dead letter cannot be stored: %s", error)
             return

@@ -134,7 +134,7 @@ class Episode:
     ) -> RecordedTurn:
         """Return the turn after `context_token_ids` int32[context], from the record or newly sampled. `max_tokens` can only
         lower the recipe's limit; the stop strings and ids add to the recipe's. If this call is cancelled, the turn counts as
-        not served."""
+        not served. Raises `Refused`."""
         if self.failure:
             raise Refused(500, "failed", self.failure)
         num_tokens = len(context_token_ids)
@@ -340,15 +340,14 @@ class Episodes:
 
 
 def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResult]:
-    """Return why the episode cannot be used ("" if it can), and its result. If the environment crashes after the policy
-    exceeded its turns or length, the episode counts with a reward of 0. Pure."""
+    """Return why the episode cannot be used ("" if it can), and its result. If the environment crashes after a turn was refused
+    because of a limit, the episode counts with a reward of 0. Pure."""
     if episode.failure:
         return episode.failure, result
     if result.status == VERIFY_STATUS_CRASHED and episode.policy_fault:
         why = f"{episode.policy_fault}: {result.message}"
-        return "", VerifyResult(
-            sequence_id=result.sequence_id, status=VERIFY_STATUS_OK, components={"answer": 0.0}, message=why
-        )
+        terms = {"answer": 0.0}
+        return "", VerifyResult(sequence_id=result.sequence_id, status=VERIFY_STATUS_OK, components=terms, message=why)
     if result.status == VERIFY_STATUS_OK:
         return "", result
     code = f"episode_{status_name(result.status)}" if result.status else "verifier_refused"
