@@ -99,7 +99,7 @@ async def serve(model: str) -> None:
     from pipelinerl.service.http import serve_http
     from services.actor.engine import GenerationRequest
     from services.actor.episodes.endpoint import episode_app
-    from services.actor.episodes.episode import Episode, Episodes, base_path
+    from services.actor.episodes.episode import Episode, Episodes
     from services.actor.episodes.formats import chat_format
     from services.actor.metrics import ActorMetrics
     from services.actor.vllm_engine import start_engine
@@ -112,7 +112,9 @@ async def serve(model: str) -> None:
         gc.freeze()  # as the service does
         await engine.llm.update_weight_version("1.0")
         serving = Episodes(VerifierClient("127.0.0.1:1"), metrics, recipe, engine.decode)  # environments run in this process
-        app = episode_app(serving, chat_format(engine.tokenizer, ""), metrics, model="policy", vocab_size=engine.vocab_size)
+        app = episode_app(
+            serving, chat_format(engine.tokenizer, recipe.model), metrics, model="policy", vocab_size=engine.vocab_size
+        )
 
         def begun(name: str) -> Episode:
             async def sample(context: TokenIds, _: Completion, sampling: SamplingParams, number: int) -> Completion:
@@ -129,7 +131,7 @@ async def serve(model: str) -> None:
                 with ExitStack() as under_way:
                     episodes = [begun(f"{rounds}-{index}") for index in range(int(line))]
                     keys = [under_way.enter_context(serving.running(episode)) for episode in episodes]
-                    print(json.dumps([base_path(key) for key in keys]), flush=True)
+                    print(json.dumps([f"/episodes/{key}/v1" for key in keys]), flush=True)
                     await lines.readline()
                 if any(len(episode.result()) != 1 for episode in episodes):
                     raise ServiceError("turns did not extend each other")

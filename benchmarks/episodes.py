@@ -108,7 +108,7 @@ class Stage:
 
     def __init__(self, load: Load, recipe: Recipe, engine: VllmEngine, verifier: VerifierClient, nats_url: str) -> None:
         self._load, self._recipe, self._engine, self._verifier, self._nats_url = load, recipe, engine, verifier, nats_url
-        self._chat = chat_format(engine.tokenizer, "")
+        self._chat = chat_format(engine.tokenizer, recipe.model)
         self._numbers = itertools.count()
 
     async def bare(self) -> Round:

@@ -49,7 +49,7 @@ from pipelinerl.v1.control_pb2 import Registration
 from services.actor.engine import UNFINISHED, EngineError, InferenceEngine, StartEngine, failed_sequence, start_of
 from services.actor.episodes.endpoint import episode_app
 from services.actor.episodes.episode import Episodes
-from services.actor.episodes.formats import chat_format_of
+from services.actor.episodes.formats import chat_format
 from services.actor.finishing import FinishedSample, Finisher, encoded
 from services.actor.generation import GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups, hand_over
@@ -88,26 +88,24 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
             readiness.reason = "waiting for the GPU, which the trainer uses"
             await unless_stopped(turn.take(), stop)
             readiness.reason = "vLLM is starting"
-        started = start(
-            recipe, model_source(recipe, settings), stop, on_step=metrics.engine_step, bind_host=settings.advertise_host
-        )
+        model = model_source(recipe, settings)
+        started = start(recipe, model, stop, on_step=metrics.engine_step, bind_host=settings.advertise_host)
         engine = await stack.enter_async_context(started)
         reporting.cancel()
         await asyncio.gather(reporting, return_exceptions=True)  # ignore its error, which `service_bus` would raise, too
         gc.freeze()  # vLLM's and torch's objects stay alive; scanning them took a quarter of this process's time
         readiness.reason = "waiting for NATS"
         bus = await stack.enter_async_context(service_bus(settings, stop))
-        verifier = VerifierClient(
-            settings.verifier,
-            tls_dir=settings.tls_dir,
-            on_failed_try=lambda code: metrics.verify_failed_tries.labels(code).inc(),
+        tries = metrics.verify_failed_tries
+        client = VerifierClient(
+            settings.verifier, tls_dir=settings.tls_dir, on_failed_try=lambda code: tries.labels(code).inc()
         )
-        await stack.enter_async_context(verifier)
+        verifier = await stack.enter_async_context(client)
         episodes = None
         if recipe.episodic_tasks:
             use_chat_template(engine.tokenizer, recipe.model)
             episodes = Episodes(verifier, metrics, recipe, engine.decode)
-            chat = chat_format_of(engine.tokenizer, recipe.model)
+            chat = chat_format(engine.tokenizer, recipe.model)
             endpoint = episode_app(episodes, chat, metrics, model=recipe.model.name, vocab_size=engine.vocab_size)
             serving = serve_http(endpoint, settings.episode_host, settings.episode_port, on_this_loop=True)
             episode_port = await stack.enter_async_context(serving)

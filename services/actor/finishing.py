@@ -84,7 +84,7 @@ class Finisher:
         done = [sample for sample in batch if sample.group.episodic or sample.sequence.failure]
         good = [sample for sample in batch if sample not in done]
         try:
-            return done + await self._verified(good)
+            return done + (await self._verified(good) if good else [])
         except (ServiceError, MessageError) as error:
             if len(good) > 1:
                 log.warning("cannot verify %d sequences in one batch; verifying them one by one: %s", len(good), error)
@@ -95,8 +95,6 @@ class Finisher:
 
     async def _verified(self, samples: list[FinishedSample]) -> list[FinishedSample]:
         """Return the samples with the verifier's rewards. Raises `ServiceError` or `MessageError`."""
-        if not samples:
-            return []
         started = time.monotonic()
         with ExitStack() as spans, building("VerifyItem"):
             items = []

@@ -25,7 +25,7 @@ from pipelinerl.prompts import after_answer, answer_end, control_tokens, encoded
 from pipelinerl.recipe.fields import ModelConfig, Recipe, TaskConfig
 from pipelinerl.recipe.model_folder import text_config
 from pipelinerl.tasks.source import Problem, conversation
-from services.actor.episodes.formats import Unrenderable, chat_format_of
+from services.actor.episodes.formats import Unrenderable, chat_format
 
 _SHOWN = 160
 
@@ -107,7 +107,7 @@ def _token_ids(problem: Problem, task: TaskConfig, tokenizer: Any, model: ModelC
         if task.prompt_style == "chat":
             answer_end(tokenizer)
         return encoded_prompt(problem, task, tokenizer, control_tokens(tokenizer))[1]
-    chat, names = chat_format_of(tokenizer, model), [path.split(":") for path in task.tools]
+    chat, names = chat_format(tokenizer, model), [path.split(":") for path in task.tools]
     tools = [dict(tool_of(getattr(importlib.import_module(module), name)).schema) for module, name in names]
     messages = chat.control.parted(conversation([{"role": "user", "content": problem.question}], task))
     try:

@@ -18,7 +18,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
@@ -89,6 +89,9 @@ def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[
         "generation_config": "vllm",
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": "pipelinerl"},
+        "revision": (recipe.model.revision if recipe.model.source == "hub" else "") or None,
+        "max_num_batched_tokens": engine.max_batched_tokens or None,
+        "quantization": engine.quantization or None,
     }
     if gpu_gib is not None:
         arguments["gpu_memory_utilization"] = memory_share(recipe, model, gpu_gib)
@@ -107,14 +110,8 @@ def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[
             arguments["distributed_executor_backend"] = UniProcExecutor
     if recipe.model.dtype != "float32" and recipe.model.head_dtype == "float32":
         arguments["hf_overrides"] = {"head_dtype": "float32"}
-    if recipe.model.source == "hub" and recipe.model.revision:
-        arguments["revision"] = recipe.model.revision
-    if engine.max_batched_tokens:
-        arguments["max_num_batched_tokens"] = engine.max_batched_tokens
     if recipe.trainer.lora is not None and recipe.trainer.lora.send == "adapter":
         arguments["additional_config"] = {"pipelinerl_lora": recipe.trainer.lora.model_dump()}
-    if engine.quantization:
-        arguments["quantization"] = engine.quantization
     return arguments
 
 
@@ -146,17 +143,12 @@ async def start_engine(
     loop runs. `on_step` is called on the event loop for each engine step after the warm-up. `bind_host`: address at which the
     other ranks of a transfer group reach this pod. Raises `EngineError` if vLLM cannot serve the model (vLLM's log says why),
     `FieldError` if vLLM lacks the sleep mode for `actor.colocate`, and `StartStopped` if `stop` is set first."""
-    stop, is_warm = stop or asyncio.Event(), False
-
-    def step(decode_s: float | None, kv_cache_usage: float) -> None:
-        if on_step is not None and is_warm:
-            on_step(decode_s, kv_cache_usage)
-
+    stop, listeners = stop or asyncio.Event(), list[OnStep]()
     folder, beside = tempfile.gettempdir(), tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
     with beside as sockets:  # a directory with a short path, because a socket's path may have at most 107 characters
         is_private = stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         os.environ["VLLM_RPC_BASE_PATH"] = folder if is_private else sockets  # vLLM itself removes none of its sockets
-        llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set, on_step and step), stop)
+        llm = await build_off_loop(lambda: build_llm(recipe, model, stop.is_set, listeners), stop)
         weights = WeightUpdateClient(
             llm, recompute_kv=recipe.weights.recompute_kv, bind_host=bind_host, staging_buffers=recipe.weights.staging_buffers
         )
@@ -168,7 +160,8 @@ async def start_engine(
             llm._run_output_handler()  # an engine that was built off the loop starts it only with the first request
             engine = VllmEngine(llm, weights)
             await unless_stopped(engine.warm_up(recipe), stop)
-            is_warm = True
+            if on_step is not None:
+                listeners.append(on_step)
             yield engine
         finally:
             warnings.setLevel(logging.ERROR)
@@ -177,7 +170,7 @@ async def start_engine(
             await weights.close()
 
 
-def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: OnStep | None = None) -> AsyncLLM:
+def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], listeners: Sequence[OnStep] = ()) -> AsyncLLM:
     """Start vLLM with its engine process. Blocks; runs on any thread. Raises the errors of `start_engine`."""
     # FlashInfer's sampler is only for top-p and top-k, which recipes do not have, and it compiles with nvcc at its first use.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -198,14 +191,13 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], on_step: 
     if stopped():  # the imports alone take seconds
         raise EngineError("stopped before vLLM was started")
     try:
-        loggers = None if on_step is None else [step_logger(on_step)]
         config = AsyncEngineArgs(**arguments).create_engine_config()
         if "distributed_executor_backend" in arguments and torch.get_num_threads() == 1:
             # Fork the engine process, as on a GPU, because a fork need not import everything again. On a CPU, vLLM would spawn
             # it, because a forked child cannot use its parent's pool of OpenMP threads. With one thread, there is no pool.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         prepare_forks()
-        llm = AsyncLLM.from_vllm_config(config, stat_loggers=loggers, disable_log_stats=True)
+        llm = AsyncLLM.from_vllm_config(config, stat_loggers=[step_logger(listeners)], disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(f"vLLM does not start with model {model!r}: {error}") from error
     log.info("vLLM %s runs with its model runner V%d", __version__, 2 if llm.vllm_config.use_v2_model_runner else 1)
@@ -240,8 +232,8 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
         log.warning("cannot copy the image's model information to %s (%s); vLLM will make its own", target, error)
 
 
-def step_logger(on_step: OnStep) -> StatLoggerFactory:
-    """Return a stat logger that only calls `on_step`. As it is a `PrometheusStatLogger`, vLLM adds none of its own."""
+def step_logger(listeners: Sequence[OnStep]) -> StatLoggerFactory:
+    """Return a stat logger that only calls `listeners`. As it is a `PrometheusStatLogger`, vLLM adds none of its own."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):
@@ -253,7 +245,8 @@ def step_logger(on_step: OnStep) -> StatLoggerFactory:
                 return
             running, now_s = scheduler_stats.num_running_reqs > 0, time.monotonic()
             if running or self._running:  # the scheduler also runs one step after the last sequence has ended
-                on_step(now_s - self._at_s if self._running else None, scheduler_stats.kv_cache_usage)
+                for on_step in listeners:
+                    on_step(now_s - self._at_s if self._running else None, scheduler_stats.kv_cache_usage)
             self._running, self._at_s = running, now_s
 
         def ignore(self, *args: Any, **kwargs: Any) -> None:
@@ -308,15 +301,12 @@ class VllmEngine:
         request that waited during the swap would therefore read keys and values of the old weights."""
         begun = {name for name, tokens in self.progress().items() if tokens}
         self._overtaken |= self._inside - begun
-        await self._abort(self._overtaken)
+        await self.llm.abort(list(self._overtaken))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        self._overtaken.difference_update(request_ids)
-        await self._abort(request_ids)
-
-    async def _abort(self, request_ids: Collection[str]) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        self._overtaken.difference_update(request_ids)
         try:
             await self.llm.abort(list(request_ids))
         except EngineDeadError as error:

@@ -18,7 +18,7 @@ from tests.support.fake_endpoint import fake_endpoint, refuses, says
 from tests.support.runs import PARITY_NATS, RUN_TIMEOUT_S, audit, ledger_adds_up, started_run, write_tiny_recipe
 from tests.support.verifier import verifier
 from tests.unit.builders import make_recipe
-from tests.unit.test_episode_endpoint import TOKENIZER, base_path, stage
+from tests.unit.test_episode_endpoint import TOKENIZER, stage
 
 pytestmark = pytest.mark.skipif(
     not (VERIFIERS / "say_digits.py").is_file(), reason="no package verifiers: make test-verifiers has it"
@@ -78,7 +78,7 @@ async def test_either_client_of_the_package_makes_one_branch_of_the_recorded_tok
     env = load_environment(resolve_env_config(config))
     async with stage("1a", "", "23") as one, env.serving():
         with one.episodes.running(one.episode) as key:
-            url = f"{one.address}{base_path(key)}"
+            url = f"{one.address}/episodes/{key}/v1"
             train = vf.TrainClientConfig(base_url=url, renderer_model_name=str(tmp_path))
             client = train if kind == "train" else vf.EvalClientConfig(base_url=url)
             (slot,) = env.slots(next(iter(env.taskset)))

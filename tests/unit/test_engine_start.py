@@ -263,7 +263,7 @@ def test_steps_of_the_engine_are_timed_while_it_has_something_to_do(clock: Clock
     monkeypatch.setattr(sys.modules["vllm.v1.metrics.loggers"], "PrometheusStatLogger", object, raising=False)
     registry = CollectorRegistry()
     metrics = ActorMetrics(registry)
-    logger = step_logger(metrics.engine_step)(None)  # type: ignore[call-arg, arg-type]
+    logger = step_logger([metrics.engine_step])(None)  # type: ignore[call-arg, arg-type]
     for now_s, running, usage in ((1.0, 2, 0.5), (1.5, 1, 0.25), (2.5, 0, 0.0), (60.0, 1, 0.125)):
         clock.now_s = now_s
         logger.record(SimpleNamespace(num_running_reqs=running, kv_cache_usage=usage), None)

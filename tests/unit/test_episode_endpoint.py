@@ -19,7 +19,7 @@ from pipelinerl.service.http import serve_http
 from services.actor.engine import EngineError
 from services.actor.episodes import endpoint
 from services.actor.episodes.endpoint import MAX_BODY_BYTES, episode_app
-from services.actor.episodes.episode import Episode, Episodes, base_path
+from services.actor.episodes.episode import Episode, Episodes
 from services.actor.episodes.formats import Answer, ChatFormat, TemplateFormat
 from services.actor.metrics import ActorMetrics
 from tests.support.machine import until
@@ -75,7 +75,7 @@ class Stage:
     async def environment(self) -> AsyncIterator[openai.AsyncOpenAI]:
         """A run of the environment that asks with OpenAI's client, as it is."""
         with self.episodes.running(self.episode) as key:
-            base_url = f"{self.address}{base_path(key)}"
+            base_url = f"{self.address}/episodes/{key}/v1"
             async with openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=60) as client:
                 yield client
 
@@ -379,10 +379,10 @@ async def test_a_request_that_does_not_come_whole_is_waited_for_to_its_deadline_
             return reader, writer
 
         with s.episodes.running(s.episode) as key:
-            ask = f"POST {base_path(key)}/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{{"
+            ask = f"POST /episodes/{key}/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{{"
             reader, writer = await begin(ask)
             async with httpx.AsyncClient(timeout=60) as raw:
-                await raw.get(f"{s.address}{base_path(key)}/models")  # which is answered after the other was received
+                await raw.get(f"{s.address}/episodes/{key}/v1/models")  # which is answered after the other was received
         assert (await reader.readline()).startswith(b"HTTP/1.1 404")
         writer.close()
         monkeypatch.setattr(endpoint, "BODY_WITHIN_S", 0.05)
@@ -435,7 +435,7 @@ async def test_what_the_actor_cannot_do_fails_the_episode_and_an_interruption_do
 async def test_rude_requests_are_refused_and_change_nothing() -> None:
     async with stage("fine", "fine") as s:
         with s.episodes.running(s.episode) as key:
-            url = f"{s.address}{base_path(key)}/chat/completions"
+            url = f"{s.address}/episodes/{key}/v1/chat/completions"
             async with httpx.AsyncClient(timeout=60) as raw:
                 for body, status in (
                     (b"x" * (MAX_BODY_BYTES + 1), 413),

@@ -16,6 +16,7 @@ from renderers import config_from_name, create_renderer
 from renderers.base import MODEL_RENDERER_MAP, build_trajectory_step
 
 from pipelinerl.messages.sequences import Completion, FinishReason, SamplingParams, VersionSpan
+from pipelinerl.recipe.fields import ModelConfig
 from services.actor.episodes.endpoint import answer_of, context_of, read_messages
 from services.actor.episodes.episode import Episode
 from services.actor.episodes.formats import ChatFormat, FamilyFormat, PlainFormat, TemplateFormat, Unrenderable, chat_format
@@ -252,11 +253,11 @@ def test_a_copy_of_a_known_model_is_written_by_its_familys_renderer_and_others_b
 
     copied = copy(tokenizer)
     copied.chat_template, copied.apply_chat_template = "Qwen's", as_qwen
-    found = chat_format(copied, "/models/copy")
+    found = chat_format(copied, ModelConfig(name="/models/copy"))
     assert isinstance(found, FamilyFormat)
     assert type(found.renderer) is type(chat.renderer)
-    assert isinstance(chat_format(format_of("template")[1], "org/other"), TemplateFormat)
-    assert isinstance(chat_format(format_of("plain")[1], "org/base"), PlainFormat)
+    assert isinstance(chat_format(format_of("template")[1], ModelConfig(name="org/other")), TemplateFormat)
+    assert isinstance(chat_format(format_of("plain")[1], ModelConfig(name="org/base")), PlainFormat)
     with pytest.raises(Unrenderable, match="tools need a model with a chat template"):
         format_of("plain")[0].render([{"role": "user", "content": "a"}], [LOOK_UP])
 

@@ -17,7 +17,7 @@ from pipelinerl.recipe.loading import RecipeError, recipe_from_data, recipe_yaml
 from pipelinerl.recipe.preflight import check_environment
 from pipelinerl.tasks.source import Problem
 from services.actor.episodes.endpoint import context_of
-from services.actor.episodes.formats import TemplateFormat, Unrenderable, chat_format, chat_format_of
+from services.actor.episodes.formats import TemplateFormat, Unrenderable, chat_format
 from services.actor.preview import preview
 from services.trainer.data.feeder import encode
 from services.trainer.policy_trainer import load_tokenizer
@@ -100,7 +100,7 @@ def test_variables_of_a_template_are_set_and_stay_with_the_policy(tmp_path: Path
     tokenizer = tokenizer_with(CHATML)
     use_chat_template(tokenizer, model)
     assert prompt_of(tokenizer) == asked + thoughtless
-    episode = chat_format_of(tokenizer, model).render([{"role": "user", "content": "Hi"}], [])
+    episode = chat_format(tokenizer, model).render([{"role": "user", "content": "Hi"}], [])
     assert tokenizer.decode(episode) == asked + thoughtless
     tokenizer.save_pretrained(tmp_path)
     served = AutoTokenizer.from_pretrained(tmp_path)
@@ -113,12 +113,12 @@ def test_a_familys_renderer_is_taken_with_its_variables_or_left() -> None:
     """Qwen3's renderer, whose template is not at hand, is played by the one above."""
     tokenizer = tokenizer_with(THINKS)
     tokenizer.learns = True
-    qwen = chat_format(tokenizer, "Qwen/Qwen3-8B")
+    qwen = chat_format(tokenizer, ModelConfig(name="Qwen/Qwen3-8B"))
     qwen.render([{"role": "user", "content": "Hi"}], [])
     tokenizer.learns = False
     model = ModelConfig(name="Qwen/Qwen3-8B", chat_template_kwargs={"enable_thinking": False})
     use_chat_template(tokenizer, model)
-    without = chat_format_of(tokenizer, model).render([{"role": "user", "content": "Hi"}], [])
+    without = chat_format(tokenizer, model).render([{"role": "user", "content": "Hi"}], [])
     assert tokenizer.decode(without).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
@@ -179,7 +179,7 @@ def test_an_engines_tokenizer_writes_the_recipes_template_too() -> None:
     tokenizer = maybe_make_thread_pool(tokenizer_with(CHATML))
     model = ModelConfig(name="m", chat_template=THINKS, chat_template_kwargs={"enable_thinking": False})
     use_chat_template(tokenizer, model)
-    rendered = chat_format_of(tokenizer, model).render([{"role": "user", "content": "Hi"}], [])
+    rendered = chat_format(tokenizer, model).render([{"role": "user", "content": "Hi"}], [])
     assert tokenizer.decode(rendered).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert prompt_of(tokenizer).endswith("<think>\n\n</think>\n\n")
 
@@ -305,7 +305,7 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_named_before_a_run(
 def test_tools_with_a_template_that_refuses_everything_are_refused_in_words() -> None:
     tokenizer = tokenizer_with("{% for d in documents %}{{ d }}{% endfor %}{{ messages[0].content }}")
     with pytest.raises(Unrenderable, match="does not take these messages: 'NoneType' object is not iterable"):
-        chat_format(tokenizer, "mine").render([{"role": "user", "content": "Hi"}], [])
+        chat_format(tokenizer, ModelConfig(name="mine")).render([{"role": "user", "content": "Hi"}], [])
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,6 @@ class Episode:
     """Maximum seconds for a turn, including the wait for a free place of the `Sampler`."""
     failure: str = field(default="", init=False)
     """Why the engine or a deadline ended the episode, or empty. If set, all further requests are refused."""
-    policy_fault: str = field(default="", init=False)
 
     def __post_init__(self, carried: Iterable[Branch]) -> None:
         self.turns = [turn for branch in carried for turn in _turns_of(branch)]
@@ -118,6 +117,7 @@ class Episode:
         self.asked_for: set[RecordedTurn] = set()
         """Turns that this run has requested, including turns whose client hung up."""
         self.policy_fault = ""
+        """Code of the first request of this run that was refused because of a limit, or empty."""
 
     def not_served(self, turn: RecordedTurn, over: asyncio.Event) -> None:
         """Record that the environment's run with the event `over` did not receive a turn. A later run is unaffected."""
@@ -257,10 +257,6 @@ def no_such_episode() -> Refused:
     return Refused(404, "episode_not_found", "no running episode has this key")
 
 
-def base_path(key: str) -> str:
-    return f"/episodes/{key}/v1"
-
-
 class Episodes:
     """The running episodes of one recipe's tasks. The caller must first set `address`, the endpoint's `host:port`."""
 
@@ -323,7 +319,7 @@ class Episodes:
         tries = lost = 0
         while True:
             with self.running(episode) as key:
-                request.base_url = f"http://{self.address}{base_path(key)}"
+                request.base_url = f"http://{self.address}/episodes/{key}/v1"
                 try:
                     return await self._verifier.run_episode(request, timeout_s * 2**lost)  # a slow judge may need longer
                 except VerifierAway as error:

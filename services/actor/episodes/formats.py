@@ -66,31 +66,25 @@ class ChatFormat(Protocol):
         """Read a sampled turn, which may call `tools`, as a message."""
 
 
-def chat_format_of(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """Return the format of a recipe's model. If the recipe changes the chat template, ignore the model's name."""
-    is_changed = bool(model.chat_template or model.chat_template_kwargs)
-    return chat_format(tokenizer, "" if is_changed else model.name, model.chat_template_kwargs)
-
-
-def chat_format(tokenizer: Any, model: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatFormat:
-    """Return the format of a Hugging Face tokenizer. A known `model` name selects its family's renderer. For other names, such
-    as folders and fine-tuned models, use the first renderer that writes the chat template's tokens for all `PROBES`, with the
-    template's `variables` as settings. If none does, the template itself is the format."""
+def chat_format(tokenizer: Any, model: ModelConfig) -> ChatFormat:
+    """Return the format of a recipe's model. A known name selects its family's renderer, unless the recipe changes the chat
+    template. For other models, such as folders and fine-tuned ones, use the first renderer that writes the chat template's
+    tokens for all `PROBES`, with the recipe's `chat_template_kwargs` as settings. If none does, use the template itself."""
     if not tokenizer.chat_template:
         return PlainFormat(tokenizer)
     from renderers.base import MODEL_RENDERER_MAP  # this import takes almost a second
 
-    if model in MODEL_RENDERER_MAP:
-        return FamilyFormat(tokenizer, MODEL_RENDERER_MAP[model])
+    if model.name in MODEL_RENDERER_MAP and not (model.chat_template or model.chat_template_kwargs):
+        return FamilyFormat(tokenizer, MODEL_RENDERER_MAP[model.name])
     for name in sorted(set(MODEL_RENDERER_MAP.values())):
         try:
-            found = FamilyFormat(tokenizer, name, variables)
+            found = FamilyFormat(tokenizer, name, model.chat_template_kwargs)
         except Exception:  # noqa: BLE001 - renderers raise different errors if the tokenizer lacks their special tokens
             continue
         if _writes_the_template(found, tokenizer):
-            log.info("chat format of %s: renderer %s, which writes the same tokens as its chat template", model, name)
+            log.info("chat format of %s: renderer %s, which writes the same tokens as its chat template", model.name, name)
             return found
-    log.info("chat format of %s: its chat template", model)
+    log.info("chat format of %s: its chat template", model.name)
     return TemplateFormat(tokenizer)
 
 

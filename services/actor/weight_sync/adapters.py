@@ -188,12 +188,8 @@ class AdapterLoader:
     @torch.no_grad()
     def load(self, tensors: Iterable[Named]) -> None:
         self.drop()
-        try:
-            for name, tensor in tensors:
-                self._stage(name, tensor)
-        except BaseException:
-            self.drop()
-            raise
+        for name, tensor in tensors:
+            self._stage(name, tensor)
 
     def _stage(self, name: str, tensor: Tensor) -> None:
         place, is_a = self._factors[name]

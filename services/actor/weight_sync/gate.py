@@ -47,8 +47,7 @@ class ServingGate:
         if self.asleep:
             return "the engine sleeps while the trainer uses its GPU"
         if self.announced is not None and self._max_lag is not None:
-            same = self.served.incarnation == self.announced.incarnation
-            if not same:
+            if self.served.incarnation != self.announced.incarnation:
                 return f"serves {self.served}, which is from another incarnation than {self.announced}"
             if self.announced.number - self.served.number > self._max_lag + 1:
                 return f"serves {self.served}, more than max_lag + 1 ({self._max_lag + 1}) versions behind {self.announced}"

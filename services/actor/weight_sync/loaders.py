@@ -43,13 +43,13 @@ class Loader(Protocol):
         """Raise ManifestMismatch if the model cannot take these parameters. Moves no weights."""
 
     def load(self, tensors: Iterable[Named]) -> None:
-        """Load a whole version. After an error, nothing is loaded."""
+        """Load a whole version. After an error, the caller must call `drop`."""
 
     def swap(self) -> None:
         """Make the loaded version live. On a GPU, queue work on the caller's stream, and free no memory that the work reads."""
 
     def drop(self) -> None:
-        """Drop a version that is loaded but not live. Idempotent."""
+        """Drop a version that is loaded or partly loaded, but not live. Idempotent."""
 
 
 def no_room(device: torch.device, share: float, *, weights: int = 0, layer: int = 0) -> str:
@@ -250,13 +250,9 @@ class ShadowLoader:
             raise ManifestDiffers("(manifest)", "number of elements", needed, written.count)
 
     def load(self, tensors: Iterable[Named]) -> None:
-        try:
-            self._materialise()
-            self._fill(tensors)
-            self._finish()
-        except BaseException:
-            self.drop()
-            raise
+        self._materialise()
+        self._fill(tensors)
+        self._finish()
 
     def swap(self) -> None:
         for live, shadow in self.pairs.values():

@@ -161,7 +161,8 @@ class UpdateListener:
             self._read_log()
 
     async def _refuse(self, error: TransferError) -> NoReturn:
-        """Tell the trainer why this actor can serve no version, then raise the error, which ends the actor."""
+        """Tell the trainer why this actor can serve no version, then end the actor by an error: a `UserError` if the models
+        differ, else the given one."""
         self._metrics.updates.labels("refused").inc()
         await self._answer("failed", pb.Abort, None, reason=str(error)[:REASON_CHARACTERS])
         if not isinstance(error, ManifestMismatch):
@@ -185,14 +186,14 @@ class UpdateListener:
         if me is None:
             return
         if self.manifest_id != epoch.manifest_id:
-            await self._fail(epoch, 0, TransferError(f"this actor is not prepared for manifest {epoch.manifest_id}"))
+            await self._fail(epoch, TransferError(f"this actor is not prepared for manifest {epoch.manifest_id}"))
             return
         try:
             backend: Backend = "nccl" if epoch.backend == "nccl" else "gloo"
             group = GroupSpec(epoch.store_address, f"epoch-{epoch.epoch}", me.first_rank, epoch.world_size, backend)
             await self._receiver.join_group(group, epoch.deadline_s)
         except TransferError as error:
-            await self._fail(epoch, 0, error)
+            await self._fail(epoch, error)
             return
         self.epoch, self._alone = epoch, alone
         log.info("joined epoch %d as rank %d of %d", epoch.epoch, me.first_rank, epoch.world_size)
@@ -205,8 +206,7 @@ class UpdateListener:
             return
         await self._stop_receiving()
         if self._gate.served is not None and self._gate.served > version:
-            error = TransferError(f"this actor already serves {self._gate.served}, which is newer")
-            await self._fail(announce, announce.version, error)
+            await self._fail(announce, TransferError(f"this actor already serves {self._gate.served}, which is newer"))
             return
         self._expected = version
         self._receiving = self._tasks.create_task(self._receive(announce, trace))
@@ -225,7 +225,7 @@ class UpdateListener:
                 span.set_attributes({attributes.BYTES: staged.num_bytes, attributes.RECEIVE_S: staged.receive_s})
                 child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
         except TransferError as error:
-            await self._fail(announce, announce.version, error)
+            await self._fail(announce, error)
             return
         self._staged = version
         self._metrics.received_bytes.inc(staged.num_bytes)
@@ -268,7 +268,7 @@ class UpdateListener:
                 child(trace_of(span), "weight_update.stage", began_at=before_ns(staged.prepare_s)).end()
                 await self._swap(commit, trace_of(span))
             except TransferError as error:
-                await self._fail(commit, version.number, error)
+                await self._fail(commit, error)
                 raise
 
     async def _on_commit(self, commit: pb.Commit, trace: Trace) -> None:
@@ -279,7 +279,7 @@ class UpdateListener:
         try:
             await self._swap(commit, trace)
         except TransferError as error:  # `CommitFailed` ends the process, which joins as a new member once restarted
-            await self._fail(commit, commit.version, error)
+            await self._fail(commit, error)
 
     async def _swap(self, commit: pb.Commit, trace: Trace) -> None:
         """Serve the staged version from the next decode step on, and tell the trainer. Raises TransferError if this fails."""
@@ -333,10 +333,11 @@ class UpdateListener:
         mine = self.epoch
         return mine is not None and (mine.incarnation, mine.epoch) == (order.incarnation, order.epoch)
 
-    async def _fail(self, about: pb.EpochStart | pb.Announce | pb.Commit, version: int, error: TransferError) -> None:
+    async def _fail(self, about: pb.EpochStart | pb.Announce | pb.Commit, error: TransferError) -> None:
         log.error("weight update failed here: %s", error)
         self._metrics.updates.labels("failed").inc()
         reason, group_broke = str(error)[:REASON_CHARACTERS], isinstance(error, GroupFailed | TransferAborted)
+        version = 0 if isinstance(about, pb.EpochStart) else about.version
         await self._answer("failed", pb.Abort, about, version=version, reason=reason, group_broke=group_broke)
 
     async def _answer(

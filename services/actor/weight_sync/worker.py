@@ -346,7 +346,11 @@ class TransferWorker:
     def _load(self, receiver: Receiver) -> StagedWeights:
         _use_one_core()
         with self._loading, self._placement.scope(), contextlib.closing(receiver.tensors()) as tensors:
-            self.loader.load(tensors)
+            try:
+                self.loader.load(tensors)
+            except BaseException:
+                self.loader.drop()
+                raise
             self._placement.synchronize()
         return receiver.staged()
 
