@@ -2,8 +2,7 @@
 
 HTTP starts first, so that probes are answered while vLLM loads. Generation begins when the actor serves a policy version. A
 stopping actor takes no new groups, removes its registration and interrupts generation. The finisher then has `DRAIN_S` seconds
-to store finished sequences, and all other sequences are handed over to another actor. The end of a run does not stop its
-actors; the local runner or the cluster does.
+to store finished sequences, and all other sequences are handed over to another actor.
 """
 
 from __future__ import annotations
@@ -280,8 +279,7 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def check_vocabulary(token_ids: TokenIds, vocab_size: int, kind: str, field: str) -> None:
-    """Raise `MessageError` with the position and id of the first token outside the vocabulary. An engine would fail on such an
-    id, or use another token. Pure."""
+    """Raise `MessageError` for the first token outside the vocabulary. An engine would fail or use another token. Pure."""
     outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
     if len(outside):
         first = outside[0]

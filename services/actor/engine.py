@@ -55,8 +55,7 @@ class InferenceEngine(Protocol):
         """Make the `generate` calls of these requests return at once, with their tokens so far. Ignores unknown ids."""
 
     async def score(self, token_ids: TokenIds) -> Logprobs:
-        """Return log π(token[i] | token[:i]) for i >= 1, float32[tokens - 1], nats, at temperature 1, without cached KV. Raises
-        `EngineError`."""
+        """Return log π(token[i] | token[:i]) for i >= 1, float32[tokens - 1], nats, at temperature 1. Raises `EngineError`."""
 
     @property
     def tokenizer(self) -> Any:

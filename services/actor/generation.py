@@ -151,8 +151,7 @@ class Sampler:
         self, name: str, context: TokenIds, made: Made, sampling: SamplingParams, seed: int | None, salt: Callable[[], str]
     ) -> tuple[Made, float]:
         """Wait for a free place and continue `made`, the tokens after `context`, until it ends, has `sampling.max_tokens`
-        tokens or is interrupted. Return the extended completion and the seconds in the engine. The engine calls `salt` when the
-        request enters. Raises `EngineError`."""
+        tokens or is interrupted. Return the extended completion and the seconds in the engine. Raises `EngineError`."""
         carried, elapsed_s = len(made.completion_token_ids), 0.0
         if made.finish_reason is None and carried >= sampling.max_tokens:
             made = replace(made, finish_reason=sequences.FinishReason.LENGTH)

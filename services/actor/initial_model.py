@@ -1,8 +1,8 @@
 """`python -m services.actor.initial_model`: fetch the initial model from the trainer, which built or copied it.
 
-The actor's pod runs this program before the actor. It does nothing if the recipe names a hub model or a folder, if
-PIPELINERL_MODEL_DIR is set, or if PIPELINERL_MODEL_CACHE has the model. It waits without limit for a trainer that is not up
-yet, or that still serves another recipe's model.
+The actor's pod runs this program before the actor. It fetches models of the sources `checkpoint` and `smollm2`, unless
+PIPELINERL_MODEL_DIR is set or PIPELINERL_MODEL_CACHE has the model. It waits without limit for a trainer that is not up yet, or
+that still serves another recipe's model.
 """
 
 from __future__ import annotations

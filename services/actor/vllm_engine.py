@@ -1,8 +1,4 @@
-"""vLLM's AsyncLLM behind the `InferenceEngine` protocol. In the actor, only this file and `weight_sync/` use vLLM.
-
-Log-probabilities are those of the sampling distribution (vLLM's `processed_logprobs`). vLLM labels each token with its policy
-version (`weight_versions`), and detokenises only requests with stop strings.
-"""
+"""vLLM's AsyncLLM behind the `InferenceEngine` protocol. In the actor, only this file and `weight_sync/` use vLLM."""
 
 from __future__ import annotations
 
@@ -76,8 +72,7 @@ def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": recipe.model.dtype,
-        # vLLM uses this seed for requests without their own. A fixed seed would make all actors draw the same samples for a
-        # prompt.
+        # vLLM uses this seed for requests without their own. With a fixed seed, all actors would draw equal samples.
         "seed": secrets.randbits(32),
         "max_model_len": recipe.model.max_context,
         "max_num_seqs": recipe.actor.sequences_in_progress + EVALUATION_SLOTS,
@@ -85,7 +80,7 @@ def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[
         "trust_remote_code": recipe.model.trust_remote_code,
         "enforce_eager": engine.enforce_eager or not on_gpu,
         "enable_prefix_caching": True,  # prompts have salts, so that no request reads the cache of older weights
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": "processed_logprobs",  # of the sampling distribution, temperature included
         "generation_config": "vllm",
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": "pipelinerl"},
@@ -154,8 +149,6 @@ async def start_engine(
         )
         # vLLM's statistics per request take a quarter of its time on this event loop. Its statistics per step stay on.
         llm.log_stats = llm.output_processor.log_stats = False
-        warnings = logging.getLogger("vllm.v1.utils")  # warns of each process that is killed
-        level = warnings.level
         try:
             llm._run_output_handler()  # an engine that was built off the loop starts it only with the first request
             engine = VllmEngine(llm, weights)
@@ -164,9 +157,8 @@ async def start_engine(
                 listeners.append(on_step)
             yield engine
         finally:
-            warnings.setLevel(logging.ERROR)
+            logging.getLogger("vllm.v1.utils").setLevel(logging.ERROR)  # it would warn of each process that is killed
             llm.shutdown(timeout=0)  # kill vLLM's processes, which have nothing to save; an orderly exit takes 2.5 s
-            warnings.setLevel(level)
             await weights.close()
 
 

@@ -47,8 +47,7 @@ _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 
 Sample = Callable[[TokenIds, Completion, SamplingParams, int], Awaitable[Completion]]
 """`sample(context_token_ids, made, sampling, number)` continues the turn `made` to its end, or to an interruption
-(`finish_reason` None). `sampling.max_tokens` bounds the whole turn. `number` counts this episode's earlier calls. The function
-waits for a free place of the `Sampler`. Raises `EngineError`."""
+(`finish_reason` None). `sampling.max_tokens` bounds the whole turn, and `number` counts earlier calls. Raises `EngineError`."""
 
 
 class Refused(PipelineRLError):
@@ -61,8 +60,7 @@ class Refused(PipelineRLError):
 
 @dataclass(eq=False)
 class RecordedTurn:
-    """A turn. `context_token_ids` is int32[context]. `made` holds the sampled tokens, with spans relative to the turn's start.
-    The turn is unfinished while `made.finish_reason` is None."""
+    """A turn. `context_token_ids` is int32[context]. `made`: sampled tokens, with spans relative to the turn's start."""
 
     context_token_ids: TokenIds
     made: Completion = field(default_factory=Completion)
@@ -132,9 +130,8 @@ class Episode:
         stop: tuple[str, ...] = (),
         stop_token_ids: tuple[int, ...] = (),
     ) -> RecordedTurn:
-        """Return the turn after `context_token_ids` int32[context], from the record or newly sampled. `max_tokens` can only
-        lower the recipe's limit; the stop strings and ids add to the recipe's. If this call is cancelled, the turn counts as
-        not served. Raises `Refused`."""
+        """Return the recorded or newly sampled turn after `context_token_ids`, int32[context]. `max_tokens` can only lower the
+        recipe's limit; stop strings and ids add to the recipe's. A cancelled call's turn is not served. Raises `Refused`."""
         if self.failure:
             raise Refused(500, "failed", self.failure)
         num_tokens = len(context_token_ids)
@@ -163,8 +160,7 @@ class Episode:
         raise Refused(503, "interrupted", "the actor stops; another actor continues the episode")
 
     def take(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn:
-        """Return the recorded turn for a request, or a new one that the caller must sample. Mark it as served. Raises
-        `Refused`."""
+        """Return the recorded turn for a request, or a new one to be sampled. Mark it as served. Raises `Refused`."""
         turn = self._known(context_token_ids, sampling)
         if turn not in self.asked_for and len(self.asked_for) >= self.max_turns:
             raise self.policy_refused(MAX_TURNS, f"this episode has used its {self.max_turns} turns (task.max_turns)")
@@ -289,8 +285,7 @@ class Episodes:
         self, group: PromptGroup, start: PartialSequence, sample: Sample, *, split: Split, stopped: asyncio.Event, trace: Trace
     ) -> tuple[Episode, VerifyResult | None]:
         """Run an episode and return it with the environment's result. The result is None if `stopped` is set before the episode
-        ends. Waits without limit for a verifier that accepts the episode. If this verifier is lost, the environment runs again
-        and gets the turns that were already sampled."""
+        ends. Waits without limit for a verifier that accepts the episode, and runs it again if this verifier is lost."""
         request = EpisodeRequest(
             sequence_id=group.sequence_id(start.sample_index),
             task=group.task,

@@ -58,9 +58,8 @@ class ChatFormat(Protocol):
     def extend(
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
     ) -> list[int] | None:
-        """Return the tokens of all messages and of the opening of the model's next turn. They begin with `prompt_ids` and
-        `sampled_ids`, the tokens of the first `num_known` messages. Return None if the format would now write these messages
-        differently."""
+        """Like `render`, but begin with `prompt_ids` and `sampled_ids`, the recorded tokens of the first `num_known` messages.
+        Return None if the format would now write these messages differently. Raises `Unrenderable`."""
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         """Read a sampled turn, which may call `tools`, as a message."""

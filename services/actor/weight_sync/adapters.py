@@ -2,8 +2,7 @@
 
 Adapters are not merged into W, because rounding to 16 bits would lose small updates. For the same reason, the sum of both
 products is rounded only once. Before vLLM compiles the model or captures CUDA graphs, `install` wraps each layer's linear
-method, which is vLLM's extension point. A and B have fixed addresses, start at zero, and are overwritten between two decode
-steps. All requests use the same adapter, unlike in vLLM's own LoRA.
+method, which is vLLM's extension point. A and B have fixed addresses, start at zero, and change between two decode steps.
 
 vLLM's weight loaders split A and B over tensor-parallel ranks. A layer that fuses several checkpoint layers (q, k and v) stacks
 their A, and holds their B as one block-diagonal matrix.

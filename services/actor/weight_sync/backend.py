@@ -1,6 +1,4 @@
-"""The weight-transfer backend `pipelinerl`, which vLLM calls in its workers. To commit a staged version, vLLM calls
-`update_weights({"version": "1:8"})` and `finish_weight_update`.
-"""
+"""The weight-transfer backend `pipelinerl`, which vLLM calls in its workers."""
 
 from __future__ import annotations
 

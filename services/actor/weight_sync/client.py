@@ -1,8 +1,7 @@
 """Update a vLLM engine's weights from the actor's process: prepare, join, receive, commit, discard.
 
 `join_group`, `receive` and `discard` go to vLLM's workers over a Unix socket, as one JSON object per line.
-`prepare` and `commit` use vLLM's own remote calls, which wait for the end of a decode step and block decoding. vLLM labels
-tokens with `<incarnation>:<number>`, in `outputs[i].weight_versions`.
+`prepare` and `commit` use vLLM's own remote calls, which wait for the end of a decode step and block decoding.
 """
 
 from __future__ import annotations
@@ -168,7 +167,8 @@ def parse_version(text: str) -> PolicyVersion:
 
 @dataclass(eq=False)
 class WeightUpdateClient:
-    """Loads versions into vLLM. Calls must not overlap, except that `discard` may be called while `receive` waits.
+    """Loads versions into vLLM. Calls must not overlap, except that `discard` may be called while `receive` waits. Calls raise
+    `TransferError`; `sleep`, `wake` and a commit that fails half-way raise `CommitFailed`.
 
     `recompute_kv`: recompute the KV cache of unfinished sequences under new weights instead of keeping it. `bind_host`: address
     at which other ranks reach this pod (gloo). `force_paused`: use the paused loader, for comparison. `staging_buffers`: chunks
@@ -186,7 +186,7 @@ class WeightUpdateClient:
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
         """Prepare the workers for a manifest. The first call blocks decoding while the shadow model is built. Raises
-        `ManifestMismatch` if the served model cannot take these weights, and `TransferError` if a worker does not connect."""
+        `ManifestMismatch` if the served model cannot take these weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self.close()
@@ -206,15 +206,13 @@ class WeightUpdateClient:
         return hellos[0]
 
     async def join_group(self, group: GroupSpec, timeout_s: float) -> None:
-        """Leave the previous group and join this one. `group.rank` is the rank of this engine's first worker. Raises
-        `TransferError`."""
+        """Leave the previous group and join this one. `group.rank` is the rank of this engine's first worker."""
         assert self._link is not None, "prepare comes first"
         await self._link.ask(Join(replace(group, bind_host=self.bind_host), timeout_s))
 
     async def receive(self, version: PolicyVersion, deadline_s: float, file: Path | None = None) -> StagedWeights:
-        """Receive and stage a version within `deadline_s` seconds. If this fails, the workers leave the group, and
-        `TransferError` is raised. A cancelled caller must call `discard`. `file`: file that has the version's whole stream and
-        does not change meanwhile; None = receive from the group."""
+        """Receive and stage a version within `deadline_s`. If this fails, the workers leave the group. A cancelled caller must
+        call `discard`. `file`: unchanging file that has the version's whole stream; None = receive from the group."""
         assert self._link is not None, "prepare comes first"
         staged = await self._link.ask(Receive(version, deadline_s, "" if file is None else str(file)))
         checksums = {one.checksum for one in staged}
@@ -254,8 +252,7 @@ class WeightUpdateClient:
         await self._in_sleep_mode(self.llm.sleep(level=1, mode="keep"))
 
     async def wake(self) -> None:
-        """Take the GPU memory again and continue with the old weights. Does nothing if the engine is awake. Raises
-        `CommitFailed`, as `sleep` does."""
+        """Take the GPU memory again and continue with the old weights. Does nothing if the engine is awake."""
         await self._in_sleep_mode(self.llm.wake_up())
 
     @staticmethod
@@ -266,8 +263,7 @@ class WeightUpdateClient:
             raise CommitFailed(f"the engine cannot fall asleep or wake up: {error}") from error
 
     async def discard(self) -> None:
-        """Give up a running transfer or a staged version. Wait for the workers to do so, at most for the stall timeout. Raises
-        `TransferError`."""
+        """Give up a running transfer or a staged version. Wait for the workers to do so, at most for the stall timeout."""
         if self._link is not None:
             await self._link.ask(Discard())
 

@@ -197,8 +197,7 @@ class ShadowLoader:
     steps, because building a model sets torch's default dtype.
 
     A swap exchanges parameters and everything that post-processing set on a module, or on the quantisation method of an expert
-    layer. KV caches and attention state stay with the live modules. `pairs` maps each module's name to the live module and its
-    shadow."""
+    layer. KV caches and attention state stay with the live modules. `pairs`: live module and shadow by the module's name."""
 
     mode = "shadow"
     _swaps = 0
@@ -367,16 +366,13 @@ class InPlaceLoader(ShadowLoader):
     @torch.no_grad()
     def swap(self) -> None:
         """Queue the copies on the caller's stream, which must then be synchronised."""
-        copied: set[int] = set()
-        for live, shadow in self.pairs.values():
-            for name, parameter in live._parameters.items():
-                if parameter is None or id(parameter) in copied:
-                    continue
-                new = shadow._parameters[name]
-                assert new is not None
-                assert _layout(new) == _layout(parameter), name
-                parameter.copy_(new, non_blocking=True)
-                copied.add(id(parameter))
+        pairs = [(live._parameters, shadow._parameters) for live, shadow in self.pairs.values()]
+        new = {parameter: shadow[name] for live, shadow in pairs for name, parameter in live.items()}  # tied ones occur once
+        for parameter, replacement in new.items():
+            if parameter is not None:
+                assert replacement is not None
+                assert _layout(replacement) == _layout(parameter)
+                parameter.copy_(replacement, non_blocking=True)
 
     def _tied_in_live_only(self) -> str:
         """Describe the first weight that is tied only in the live model; empty if none is. At start-up, vLLM ties embedding and

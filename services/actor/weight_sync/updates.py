@@ -161,8 +161,7 @@ class UpdateListener:
             self._read_log()
 
     async def _refuse(self, error: TransferError) -> NoReturn:
-        """Tell the trainer why this actor can serve no version, then end the actor by an error: a `UserError` if the models
-        differ, else the given one."""
+        """Tell the trainer why this actor can serve no version, then raise `UserError` if the models differ, else `error`."""
         self._metrics.updates.labels("refused").inc()
         await self._answer("failed", pb.Abort, None, reason=str(error)[:REASON_CHARACTERS])
         if not isinstance(error, ManifestMismatch):
