@@ -28,7 +28,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
 from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 from services.actor.app import serve
-from services.actor.engine import EngineError, GenerationRequest, OnStep, stop_in
+from services.actor.engine import EngineError, GenerationRequest, OnStep, before_stop
 from services.actor.weight_sync.client import WeightLoading
 
 
@@ -111,7 +111,7 @@ class LightEngine:
         sampling = one.request.sampling
         if one.tokens[-1] in (self.tokenizer.eos_token_id, *sampling.stop_token_ids):
             return FinishReason.STOP
-        if sampling.stop and stop_in(self.decode(one.tokens), sampling.stop):
+        if sampling.stop and before_stop(text := self.decode(one.tokens), sampling.stop) != text:
             return FinishReason.STOP
         room = min(sampling.max_tokens, self._max_context - len(one.request.prompt_token_ids))
         return FinishReason.LENGTH if len(one.tokens) >= room else None

@@ -34,7 +34,7 @@ from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.groups import EVALUATION_SLOTS
 from pipelinerl.service.grpc import serve_calls
 from pipelinerl.service.http import health_app, serve_http
-from pipelinerl.service.lifecycle import GpuTurn, Readiness, StartStopped, unless_stopped, watch_loop
+from pipelinerl.service.lifecycle import GpuTurn, Readiness, StartStopped, background, unless_stopped, watch_loop
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.retry import retry_forever
 from pipelinerl.service.settings import ActorSettings, host_port
@@ -81,17 +81,14 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
         loop_watch = await stack.enter_async_context(watch_loop())
         app = health_app(readiness, registry, loop_watch=loop_watch)
         http_port = await stack.enter_async_context(serve_http(app, settings.http_host, settings.http_port))
-        reporting = asyncio.create_task(report_start(settings, stop))
-        stack.callback(reporting.cancel)
-        if (turn := GpuTurn.of(recipe, settings)) is not None:
-            readiness.reason = "waiting for the GPU, which the trainer uses"
-            await unless_stopped(turn.take(), stop)
-            readiness.reason = "vLLM is starting"
-        model = model_source(recipe, settings)
-        started = start(recipe, model, stop, on_step=metrics.engine_step, bind_host=settings.advertise_host)
-        engine = await stack.enter_async_context(started)
-        reporting.cancel()
-        await asyncio.gather(reporting, return_exceptions=True)  # ignore its error, which `service_bus` would raise, too
+        async with background(report_start(settings, stop)):
+            if (turn := GpuTurn.of(recipe, settings)) is not None:
+                readiness.reason = "waiting for the GPU, which the trainer uses"
+                await unless_stopped(turn.take(), stop)
+                readiness.reason = "vLLM is starting"
+            model = model_source(recipe, settings)
+            started = start(recipe, model, stop, on_step=metrics.engine_step, bind_host=settings.advertise_host)
+            engine = await stack.enter_async_context(started)
         gc.freeze()  # vLLM's and torch's objects stay alive; scanning them took a quarter of this process's time
         readiness.reason = "waiting for NATS"
         bus = await stack.enter_async_context(service_bus(settings, stop))

@@ -106,17 +106,11 @@ def followed_by(made: Made, more: Completion) -> Made:
     )
 
 
-def stop_in(text: str, stop: abc.Iterable[str]) -> tuple[int, int] | None:
-    """Return the range [start, end), in characters, of the stop string that ends first in `text`; None if it contains none."""
-    found = ((text.find(one) + len(one), len(one)) for one in stop if one in text)
-    end, length = min(found, default=(0, 0))
-    return (end - length, end) if length else None
-
-
 def before_stop(text: str, stop: abc.Iterable[str]) -> str:
-    """Return a completion's text before its stop string, or the whole text if it has none."""
-    found = stop_in(text, stop)
-    return text if found is None else text[: found[0]]
+    """Return a completion's text before the stop string that ends first, or the whole text if it contains none."""
+    found = ((text.find(one) + len(one), len(one)) for one in stop if one in text)
+    end, length = min(found, default=(len(text), 0))
+    return text[: end - length]
 
 
 def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
@@ -128,7 +122,7 @@ def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Calla
     most = len(decode(tokens[:carried])) + max(map(len, stop))
     for end in range(carried + 1, len(tokens) + 1):
         text = decode(tokens[:end])
-        if stop_in(text, stop):
+        if any(one in text for one in stop):
             return replace(
                 made,
                 completion_token_ids=tokens[:end],
