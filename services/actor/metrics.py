@@ -74,14 +74,14 @@ class ActorMetrics:
         self.ready = metrics.reading("ready", "1 while the actor takes prompts, 0 otherwise.", unit="1 or 0")
         self.ready.set(0)  # shows an engine that never starts
         self.held_groups = metrics.reading("prompts_held_groups", "Prompt groups that are taken but not acknowledged yet.")
-        text = "Invalid messages, which were ignored."
+        text = "Invalid messages. A control message is ignored; a prompt group becomes a dead letter."
         self.bad_messages = metrics.counter("bad_messages_total", text, {"kind": ("prompt_group", "control")})
         self.dead_letters = metrics.counter("dead_letters_total", "Prompt groups stored as dead letters.", unit="groups")
-        in_progress = metrics.gauge("sequences_in_progress", "Sequences being generated.", unit="sequences")
+        in_progress = metrics.gauge("sequences_in_progress", "Sequences being generated for training.", unit="sequences")
         in_progress.set_function(lambda: self.busy.running)
         text = "Maximum number of sequences in progress, as the recipe says."
         self.most_in_progress = metrics.reading("sequences_in_progress_max", text, unit="sequences")
-        text = "Completion tokens that this actor sampled, including those of unfinished sequences."
+        text = "Completion tokens that this actor sampled for training, including those of unfinished sequences."
         self.generated_tokens = metrics.counter("generated_tokens_total", text)
         metrics.reading("busy_seconds_total", "Time with at least one sequence in progress.").read(lambda: self.busy.total_s)
         self.decode_step = metrics.histogram(
