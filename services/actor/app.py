@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -130,10 +130,9 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
     episodes: Episodes | None = None
     turn: GpuTurn | None = None
     log_store: LogStore | None = None
-    _process: str = field(default_factory=lambda: uuid.uuid4().hex[:12], init=False)
-    _started_s: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self) -> None:
+        self._process, self._started_s = uuid.uuid4().hex[:12], time.monotonic()
         engine, bus, metrics = self.engine, self.bus, self.metrics
         instance, of_actor = self.settings.instance, self.recipe.actor
         self.gate = gate = ServingGate(self.recipe.algorithm.max_lag)
@@ -295,9 +294,8 @@ async def report_start(settings: ActorSettings, stop: asyncio.Event) -> None:
 
 
 class Heartbeat:
-    """Refreshes the actor's entry in the membership bucket, with its version and phase. The entry of a dead or frozen process
-    expires. `me` holds the fields that never change. Its `process` differs at every start, so a restarted actor is a new
-    member. The actor counts as starting while `manifest_id()` is empty."""
+    """Refreshes the actor's entry in the membership bucket. `me` holds the fields that never change. Its `process` differs at
+    every start, so a restarted actor is a new member. The actor counts as starting while `manifest_id()` is empty."""
 
     def __init__(self, bus: Bus, gate: ServingGate, manifest_id: Callable[[], str], me: Registration) -> None:
         self._bus, self._gate, self._manifest_id, self._me = bus, gate, manifest_id, me

@@ -27,7 +27,6 @@ from services.actor.metrics import ActorMetrics
 
 log = logging.getLogger(__name__)
 
-VERIFY = "pipelinerl.v1.VerifierService/Verify"
 WORKERS = 4
 """Number of batches that are verified or published at the same time, so that a slow reward does not delay the others."""
 
@@ -99,7 +98,8 @@ class Finisher:
         with ExitStack() as spans, building("VerifyItem"):
             items = []
             for sample in samples:
-                about: attributes.Attributes = {attributes.SEQUENCE_ID: sample.sequence.sequence_id, **attributes.rpc(VERIFY)}
+                about = attributes.rpc("pipelinerl.v1.VerifierService/Verify")
+                about |= {attributes.SEQUENCE_ID: sample.sequence.sequence_id}
                 span = child(sample.trace, "sequence.verify", kind=SpanKind.CLIENT, attributes=about)
                 headers = headers_of(trace_of(spans.enter_context(span)))
                 items.append(item_of(sample.sequence, sample.group.sampling.max_tokens, headers.get("traceparent", "")))

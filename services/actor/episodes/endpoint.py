@@ -41,7 +41,7 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 """Maximum size of a request, with room for a context of about a million tokens."""
 BODY_WITHIN_S = 30.0
 KEEP_ALIVE_S = 2.0
-"""Seconds until a stream's headers are sent, and between the comments that keep its connection alive."""
+"""Maximum seconds until a stream's headers are sent, and between the comments that keep its connection alive."""
 MAX_STOPS = 16
 
 _Result = TypeVar("_Result")

@@ -34,7 +34,7 @@ _KEPT_TEXTS, _KEPT_CHARACTERS = 1024, 16_384
 
 
 class Unrenderable(PipelineRLError):
-    """Messages or tools that are invalid, or that this model's format cannot write."""
+    """A request that is invalid, or whose messages or tools this model's format cannot write."""
 
 
 @dataclass(frozen=True)

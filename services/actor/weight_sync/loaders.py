@@ -130,7 +130,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
 
 
 def _of_any_rank(reason: str, peers: Any) -> str:
-    """Return this rank's reason to load during the pause, or a general one if only another rank must; all load alike."""
+    """Return this rank's reason to load during the pause, or a general one if only another rank has one. All must agree."""
     there = torch.tensor(int(bool(reason)))
     torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX, group=peers.cpu_group)
     return reason or ("another rank of this actor cannot prepare weights while it generates" if there else "")
@@ -409,10 +409,9 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class PausedLoader:
-    """Loads while generation is paused, with vLLM's layerwise reload. The pause lasts for the whole load. Before it, one of
-    the actor's tensor-parallel ranks (`peers`) keeps each received tensor, on its GPU or, if that lacks room, in host memory.
-    During the pause, this rank sends the tensor to the others. vLLM fills a layer once it has all its tensors, so an update
-    takes GPU memory for two layers."""
+    """Loads while generation is paused, with vLLM's layerwise reload. Before the pause, one of the actor's tensor-parallel
+    ranks (`peers`) keeps each received tensor, on its GPU or, if that lacks room, in host memory. During the pause, this rank
+    sends it to the others. vLLM fills a layer once it has all its tensors, so an update takes GPU memory for two layers."""
 
     mode = "paused"
 
