@@ -36,7 +36,7 @@ from pipelinerl.service.grpc import serve_calls
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import GpuTurn, Readiness, StartStopped, background, unless_stopped, watch_loop
 from pipelinerl.service.logs import LogContext
-from pipelinerl.service.retry import retry_forever
+from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.service.settings import ActorSettings, host_port
 from pipelinerl.tasks.source import Split
 from pipelinerl.telemetry import attributes
@@ -305,7 +305,7 @@ class Heartbeat:
         """Refresh until cancelled. Failed refreshes are repeated."""
         ttl_s = self._bus.limits.member_ttl_s
         while True:
-            await retry_forever(self._refresh, "register this actor")
+            await retry_forever(self._refresh, "register this actor", backoff=Backoff(most_s=1.0))
             await asyncio.sleep(ttl_s / 3 if self._manifest_id() else min(ttl_s / 12, 1.0))
 
     async def leave(self) -> None:
