@@ -67,7 +67,7 @@ class EngineRounds:
 
     async def block(self, way: Way, updates: int, quiet_s: float) -> Block:
         """The engine must be decoding."""
-        client = WeightUpdateClient(self._llm, bind_host=HOST, stall_timeout_s=TIMEOUT_S, force_paused=way == "paused")
+        client = WeightUpdateClient(self._llm, bind_host=HOST, force_paused=way == "paused")
         done = Block(way)
         try:
             done.mode = (await client.prepare(self._manifest)).mode
