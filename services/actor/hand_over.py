@@ -26,8 +26,8 @@ ANSWER_WITHIN_S = 1.0
 
 
 async def answered(answer: Awaitable[None], action: str) -> bool:
-    """Await `answer`, which acknowledges, extends or gives back a delivery, and return whether that succeeded. `action` names
-    it in the log. A failure is only logged, because the call is repeated or the message is delivered again."""
+    """Await `answer`, a call of a `PromptDelivery`, and return whether it succeeded. `action` names the call in the log. A
+    failure is only logged, because the call is repeated or the message is delivered again."""
     try:
         await answer
     except BusError as error:

@@ -43,10 +43,10 @@ RELEASE = "release"
 
 @dataclass(eq=False)
 class Receiver:
-    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. Iterate
-    `tensors()` to the end, close the iterator in any case, then call `staged`. Closing takes at most the stall timeout; the
-    group is in use until then. `begin` runs a loader that does this on a new thread. If the group breaks, the loader keeps its
-    chunks and waits until `resume` continues or `drop` ends it. Call `begin`, `resume` and `drop` from one thread.
+    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. A loader iterates
+    over `tensors()` to the end, closes the iterator in any case, then calls `staged`. Closing takes at most the stall timeout;
+    the group is in use until then. `begin` runs a loader on a new thread. If the group breaks, this thread keeps its chunks and
+    waits until `resume` continues or `drop` ends it. Call `begin`, `resume` and `drop` from one thread.
 
     `buffers`: number of chunks held at a time. With more than one, a thread receives the next chunks while the caller checks
     and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reused for chunks and larger tensors.
