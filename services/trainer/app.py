@@ -90,7 +90,7 @@ async def serve(
 async def log_writer(
     settings: TrainerSettings, recipe: Recipe, sender: WeightSender, bus: Bus
 ) -> AsyncIterator[LogWriter | None]:
-    """Yield a writer of the weight log; None if the recipe has no log. Raises the `FieldError` of `check_log_size`."""
+    """Yield a writer of the weight log; None if the recipe has no log. Raises `FieldError` if its limit or place is invalid."""
     weights = recipe.weights
     if not weights.log_place:
         yield None

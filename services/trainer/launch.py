@@ -1,5 +1,5 @@
 """Start the trainer's ranks on this node under torchrun's elastic agent, and wait for them to end. If a rank dies, the
-agent stops the other ranks of this node with SIGTERM. Ranks of other nodes fail at their next communication."""
+agent sends SIGTERM to the other ranks of this node. Ranks of all nodes fail at their next communication with a dead rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
 
 def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]) -> int:
     """Run `command` once for each of this node's ranks, which join those of the other nodes. Return the exit code of the first
-    failed rank, or 0. A signal to this process is passed to these ranks, and is not a failure."""
+    failed rank, 1 if a signal killed it, or 0 if none failed. A signal to this process is passed to these ranks, and is not a
+    failure."""
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
     take_over("torch")

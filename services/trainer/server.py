@@ -65,7 +65,7 @@ class StepFeed:
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     """`status()` returns the run's current status. `request_checkpoint()` returns once a checkpoint is written. `source`:
-    folder or hub id of the initial policy. A call that cannot be served at the moment fails with FAILED_PRECONDITION."""
+    folder or hub id of the initial policy. A call that cannot be served fails with FAILED_PRECONDITION and the reason."""
 
     def __init__(
         self,

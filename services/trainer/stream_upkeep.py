@@ -1,7 +1,7 @@
 """Keep the run's streams short, and find prompt groups that were lost.
 
-A group is lost if it has left the stream PROMPTS but some of its sequences never arrived. `Intake` then records its missing
-samples as failed, and the feeder issues another group.
+Here, a group is lost if it has left the stream PROMPTS but some of its sequences never arrived. `Intake` then records its
+missing samples as failed. If too few samples are left to train on, the feeder issues another group.
 """
 
 from __future__ import annotations

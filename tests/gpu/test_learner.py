@@ -13,8 +13,8 @@ from pipelinerl.service.settings import RankSettings
 from services.trainer.learn.attention import packed_layout, varlen_attention
 from services.trainer.learn.batch import host_microbatch
 from services.trainer.learn.meter import PhaseTimer, take_memory_peak
-from services.trainer.learn.policy import linear_scores
-from services.trainer.policy_trainer import load_learner, rank_device, sharded_learner
+from services.trainer.learn.policy import Head, linear_scores
+from services.trainer.policy_trainer import load_learner, sharded_learner
 from services.trainer.world import join_ranks, leave_ranks
 from tests.support.learner import model_of, sequences_of
 from tests.unit.ranks import on_ranks
@@ -51,7 +51,7 @@ def test_compiled_blocks_of_logits_have_the_scores_and_gradients_of_the_others(m
     targets, upstream = torch.randint(0, 5003, (1000,), device="cuda"), torch.randn(2, 1000, device="cuda")
     found = []
     for compiled in (False, True):
-        scores = linear_scores(hidden, weight, None, targets, 1.3, True, max_logits, False, compiled)
+        scores = linear_scores(Head(hidden, weight, None, targets, 1.3, max_logits, False, compiled), True)
         found.append([*scores, *torch.autograd.grad((torch.stack(scores) * upstream).sum(), (hidden, weight))])
     for plain, fused in zip(*found, strict=True):
         torch.testing.assert_close(fused, plain, rtol=2**-7, atol=1e-3)
@@ -123,7 +123,8 @@ def test_sharded_sixteen_bit_is_near_float32(tmp_path: Path) -> None:
 
 
 def _train_sharded(job: Job) -> Result | None:
-    device = rank_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
     join_ranks(device)
     result = train(sharded_learner(job.recipe(), job.folder, device), job)
     leave_ranks()

@@ -142,10 +142,9 @@ class Evaluator:
 
         async def ask(name: str, address: str, asked: list[int]) -> None:
             about: a.Attributes = {a.ACTOR: name, **a.rpc("pipelinerl.v1.ActorService/Generate")}
-            calling = child(trace, "evaluation.generate", kind=SpanKind.CLIENT, attributes=about)
             try:
                 request, numbers = self._request(asked, version)
-                with calling as span:
+                with child(trace, "evaluation.generate", kind=SpanKind.CLIENT, attributes=about) as span:
                     metadata = tuple(headers_of(trace_of(span)).items())
                     async with self._calls_to(name, address) as stub:
                         async for result in stub.Generate(request, timeout=self._timeout_s, metadata=metadata):
@@ -240,7 +239,7 @@ class Evaluator:
         return in_turn[: max(4, len(by_set))]
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
-        """Compare the trainer's scores `trained` with those of actors that serve `version`. Return None if no actor answers."""
+        """Compare the trainer's scores `trained` with those of actors that serve `version`. Return None if none answers."""
         members = self._updater.serving
         wanted = PolicyVersion(self._incarnation, version)
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())

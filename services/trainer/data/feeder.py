@@ -1,8 +1,8 @@
 """Issue as many prompt groups as the staleness bound and the freshness limit allow, and tokenise problems into prompts.
 
-The limits are checked after a new version, a lost group, the arrival of a sequence, or the start of an optimizer step. A group
-enters the ledger before it is published, so no unknown sequence can arrive. Its number is reserved on disk even earlier, so a
-restarted trainer knows which groups may have been published.
+The limits are checked after a new version, the departure of an actor, a lost group, the arrival of a sequence, or the start of
+an optimizer step. A group enters the ledger before it is published, so no unknown sequence can arrive. Its number is reserved
+on disk even earlier, so a restarted trainer knows which groups may have been published.
 """
 
 from __future__ import annotations

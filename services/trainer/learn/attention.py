@@ -153,7 +153,6 @@ class PackedLayout:
 
     @cached_property
     def padded(self) -> Slots:
-        """Return the slots of all blocks."""
         row_tokens = np.repeat([tokens for _, tokens in self.blocks], [rows for rows, _ in self.blocks])
         return self._slots(np.cumsum(row_tokens) - row_tokens, int(row_tokens.sum()))
 

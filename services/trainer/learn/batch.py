@@ -42,10 +42,6 @@ class TrainingGroup:
     advantages: NDArray[np.float64]
 
 
-def all_branches(groups: Iterable[TrainingGroup]) -> list[Branch]:
-    return [branch for group in groups for sequence in group.sequences for branch in sequence.all_branches]
-
-
 @dataclass(frozen=True, eq=False)
 class TokenRow:
     """Inputs of a model's forward pass: T tokens of packed branches, including padding."""
@@ -87,7 +83,6 @@ class HostMicroBatch:
     """[S]: number of the actor that sampled the branch (`PreparedStep.actors`)."""
     reported: NDArray[np.int64]
     """[S]: position of the branch in the step if rank 0 needs the log weights of its tokens, else -1."""
-    num_branches: int
     pad_multiple: int
     """The model gets a row that is padded to a multiple of this number of tokens."""
     has_gradient: bool = True
@@ -98,7 +93,7 @@ class HostMicroBatch:
         tensors = {name: on_device(getattr(self, name), device) for name in names}
         row = token_row(self.token_ids, self.lengths, self.pad_multiple, device, self.places)
         row = replace(row, predictors=self.predictors)
-        return MicroBatch(row=row, num_branches=self.num_branches, has_gradient=self.has_gradient, **tensors)
+        return MicroBatch(row=row, num_branches=len(self.lengths), has_gradient=self.has_gradient, **tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,10 +133,6 @@ def token_row(
     )
 
 
-def row_order(branches: list[Branch]) -> list[int]:
-    return sorted(range(len(branches)), key=lambda index: (-branches[index].num_tokens, index))
-
-
 def host_microbatch(
     branches: Iterable[Branch],
     advantages: NDArray[np.float64],
@@ -154,11 +145,11 @@ def host_microbatch(
     actors: NDArray[np.int64] | None = None,
     reported: NDArray[np.int64] | None = None,
 ) -> HostMicroBatch:
-    """Pack `branches` into a row, in `row_order`. The given arrays have one entry per branch. `version`: policy version of the
+    """Pack `branches` into a row, longest first. The given arrays have one entry per branch. `version`: policy version of the
     gradient. `share_prompts`: put a prompt of several branches into the row only once. `branches` may be empty, because a rank
     may run out of them before the others; the row is then only padding."""
     given = list(branches)
-    order = row_order(given)
+    order = sorted(range(len(given)), key=lambda index: -given[index].num_tokens)
     members = [given[index] for index in order]
     prompts = np.array([len(member.prompt_token_ids) for member in members], dtype=np.int64)
     completions = np.array([len(member.completion_token_ids) for member in members], dtype=np.int64)
@@ -188,7 +179,6 @@ def host_microbatch(
         lags=lags,
         actors=np.zeros(len(members), dtype=np.int64) if actors is None else actors[order],
         reported=np.full(len(members), -1) if reported is None else reported[order],
-        num_branches=len(members),
         pad_multiple=pad_multiple,
         has_gradient=has_gradient,
     )
