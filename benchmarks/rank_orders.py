@@ -71,7 +71,6 @@ def synthetic_batch(rng: np.random.Generator, length: int) -> HostMicroBatch:
         lags=rng.integers(0, LARGEST_LAG + 1, BRANCHES).repeat(length),
         actors=rng.integers(0, ACTORS, BRANCHES),
         reported=np.full(BRANCHES, -1),
-        pad_multiple=1,
     )
 
 

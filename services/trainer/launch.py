@@ -27,8 +27,6 @@ RANK = (sys.executable, "-m", "services.trainer")
 """Command of each rank. The rank reads its number from the environment that torchrun sets."""
 SHUTDOWN_S = 30
 """Seconds until ranks that were told to stop are killed, in addition to the time for the last checkpoint."""
-LOOPBACK = "127.0.0.1"
-"""Address at which the ranks of a single node meet."""
 RENDEZVOUS_TIMEOUT_S = 900
 """Maximum seconds that a node waits for the other nodes, which may have to pull images first."""
 
@@ -91,7 +89,7 @@ def _run_agent(settings: TrainerSettings, num_here: int, command: tuple[str, ...
         max_nodes=settings.nodes,
         nproc_per_node=num_here,
         run_id=settings.run,
-        local_addr=LOOPBACK if settings.nodes == 1 else settings.advertise_host,
+        local_addr="127.0.0.1" if settings.nodes == 1 else settings.advertise_host,
         max_restarts=0,
         monitor_interval=0.2,
         shutdown_timeout=math.ceil(settings.stop_checkpoint_s) + SHUTDOWN_S,

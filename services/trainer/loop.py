@@ -224,7 +224,7 @@ class OptimizerLoop:
                     async with self._recorded(batch):
                         figures = await self._in_compute(self._policy.step, prepared)
                 if self._recipe.weights.verify_logprobs:
-                    self._intake.judge_actors(figures[LAG_0_TOKENS])
+                    self._intake.quarantine.judge(figures[LAG_0_TOKENS])
                 self._intake.close(batch, self.version + 1, skipped=bool(figures["skipped"]))
                 self.version += 1
                 self.skipped_in_a_row = self.skipped_in_a_row + 1 if figures["skipped"] else 0

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -336,5 +337,5 @@ def _from_first(tensor: Tensor, world: World) -> Tensor:
         here = tensor.detach().to(world.device, dtype)
     else:
         here = torch.empty_like(tensor, dtype=dtype, device=world.device)
-    world.broadcast(here)
+    dist.broadcast(here, 0)
     return nn.Parameter(here, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else here

@@ -158,11 +158,6 @@ class World:
         dist.all_reduce(total)
         return total
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's values into every rank's `tensor`."""
-        if self.mesh is not None:
-            dist.broadcast(tensor, 0)
-
 
 def join_ranks(device: torch.device, same: Mapping[str, str] | None = None) -> None:
     """Join all ranks' process group, given torchrun's environment. Raises `ServiceError` if `same` differs among ranks."""

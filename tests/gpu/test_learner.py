@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipelinerl.service.settings import RankSettings
-from services.trainer.learn.attention import packed_layout, varlen_attention
+from services.trainer.learn.attention import PackedLayout, varlen_attention
 from services.trainer.learn.batch import host_microbatch
 from services.trainer.learn.meter import PhaseTimer, take_memory_peak
 from services.trainer.learn.policy import Head, linear_scores
@@ -31,14 +31,14 @@ def test_the_flash_kernel_agrees_with_padded_rows_and_needs_none() -> None:
     lengths = np.array([300, 120, 77, 5])
     shapes = [(1, heads, int(lengths.sum()), 64) for heads in (8, 2, 2)]
     query, key, value = (torch.randn(shape, device="cuda") for shape in shapes)
-    exact, _ = varlen_attention(torch.nn.Identity(), query, key, value, None, packed=packed_layout(lengths, "cuda"))
-    half, layout = [x.bfloat16() for x in (query, key, value)], packed_layout(lengths, "cuda")
+    exact, _ = varlen_attention(torch.nn.Identity(), query, key, value, None, packed=PackedLayout(lengths, "cuda"))
+    half, layout = [x.bfloat16() for x in (query, key, value)], PackedLayout(lengths, "cuda")
     flash, _ = varlen_attention(torch.nn.Identity(), *half, None, packed=layout)
     torch.testing.assert_close(flash.float(), exact, rtol=0, atol=0.03)
     assert "padded" not in vars(layout)
     # The second of two sequences begins with 100 tokens of the first.
     places = np.concatenate((np.arange(300), np.arange(100), np.arange(300, 320)))
-    shared = packed_layout(np.array([300, 120]), "cuda", places)
+    shared = PackedLayout(np.array([300, 120]), "cuda", places)
     exact, _ = varlen_attention(torch.nn.Identity(), *(x[:, :, :320] for x in (query, key, value)), None, packed=shared)
     flash, _ = varlen_attention(torch.nn.Identity(), *(x[:, :, :320] for x in half), None, packed=shared)
     torch.testing.assert_close(flash.float(), exact, rtol=0, atol=0.03)

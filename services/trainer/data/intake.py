@@ -174,14 +174,6 @@ class Intake:
             completed = self._tracker.arrive(sequence)
             assert not completed, f"group {sequence.group_id} was held as incomplete"
 
-    def judge_actors(self, tokens: Mapping[str, tuple[int, int]]) -> None:
-        """Quarantine an actor if too many of its tokens of lag 0 contradict the trainer's policy. `tokens`: `LAG_0_TOKENS`."""
-        for actor, share in self.quarantine.judge(tokens).items():
-            log.error(
-                f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 do not have the "
-                "log-probability that their version gives them; its sequences fail until the trainer restarts"
-            )
-
     async def fail_missing(self, group_id: str, failure: str) -> None:
         """Record the missing samples of an open group as failed. The samples that have arrived are trained on if possible."""
         for sequence in self._tracker.missing(group_id, self._bus.run, failure):
@@ -318,10 +310,9 @@ class Quarantine:
         """Return why the sequence must not be trained on; empty if its actor is not in quarantine."""
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
-    def judge(self, tokens: Mapping[str, tuple[int, int]]) -> dict[str, float]:
-        """Count one step's tokens of lag 0. `tokens`: for each actor, how many there are, and how many are beyond the bound.
-        Return the newly quarantined actors, each with its share of tokens beyond the bound."""
-        found = {}
+    def judge(self, tokens: Mapping[str, tuple[int, int]]) -> None:
+        """Count one step's tokens of lag 0, and quarantine an actor if too many are beyond the bound. `tokens`: for each actor,
+        how many there are, and how many are beyond the bound (`LAG_0_TOKENS`)."""
         for actor, (seen, off) in tokens.items():
             self._seen[actor] += seen
             self._off[actor] += off
@@ -329,5 +320,7 @@ class Quarantine:
                 share = self._off.pop(actor, 0) / self._seen.pop(actor)
                 if 0 < self._share < share and actor not in self.actors:
                     self.actors.add(actor)
-                    found[actor] = share
-        return found
+                    log.error(
+                        f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 do not have the "
+                        "log-probability that their version gives them; its sequences fail until the trainer restarts"
+                    )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.messages.sequences import Branch, Sequence
-from services.trainer.learn.attention import PackedLayout, on_device, packed_layout, ranges
+from services.trainer.learn.attention import PackedLayout, on_device, ranges
 
 
 def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: str) -> NDArray[np.float64]:
@@ -83,15 +83,14 @@ class HostMicroBatch:
     """[S]: number of the actor that sampled the branch (`PreparedStep.actors`)."""
     reported: NDArray[np.int64]
     """[S]: position of the branch in the step if rank 0 needs the log weights of its tokens, else -1."""
-    pad_multiple: int
-    """The model gets a row that is padded to a multiple of this number of tokens."""
     has_gradient: bool = True
     """True if any token's loss may have a gradient. All ranks have the same value."""
 
-    def on(self, device: torch.device | str) -> MicroBatch:
+    def on(self, device: torch.device | str, pad_multiple: int = 1) -> MicroBatch:
+        """Return the micro-batch on `device`, with a row padded to a multiple of `pad_multiple` tokens."""
         names = ("predictors", "targets", "behaviour_logprobs", "advantages", "weights", "branch_index")
         tensors = {name: on_device(getattr(self, name), device) for name in names}
-        row = token_row(self.token_ids, self.lengths, self.pad_multiple, device, self.places)
+        row = token_row(self.token_ids, self.lengths, pad_multiple, device, self.places)
         row = replace(row, predictors=self.predictors)
         return MicroBatch(row=row, num_branches=len(self.lengths), has_gradient=self.has_gradient, **tensors)
 
@@ -129,7 +128,7 @@ def token_row(
     return TokenRow(
         on_device(token_ids[None], device),
         on_device(positions[None], device),
-        packed_layout(lengths, device, places if shared else None),
+        PackedLayout(lengths, device, places if shared else None),
     )
 
 
@@ -138,7 +137,6 @@ def host_microbatch(
     advantages: NDArray[np.float64],
     weights: NDArray[np.float64],
     version: int,
-    pad_multiple: int = 1,
     *,
     share_prompts: bool = False,
     has_gradient: bool = True,
@@ -179,7 +177,6 @@ def host_microbatch(
         lags=lags,
         actors=np.zeros(len(members), dtype=np.int64) if actors is None else actors[order],
         reported=np.full(len(members), -1) if reported is None else reported[order],
-        pad_multiple=pad_multiple,
         has_gradient=has_gradient,
     )
 

@@ -126,7 +126,7 @@ class Learner:
         def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
             of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version)
             options: dict[str, Any] = {"actors": actors[members], "reported": reported[members], "has_gradient": has_gradient}
-            return host_microbatch(*of_chosen, self.policy.row_multiple, share_prompts=share_prompts, **options)
+            return host_microbatch(*of_chosen, share_prompts=share_prompts, **options)
 
         phases_s: dict[str, float] = {}
         with meter.measured(phases_s, "plan"):
@@ -235,7 +235,7 @@ class Learner:
         values, terms = [], []
         for host_batch in share:
             with self._phases.measure("to_device"):
-                batch = host_batch.on(self.policy.device)
+                batch = host_batch.on(self.policy.device, self.policy.row_multiple)
             with self._phases.measure("forward_backward"):
                 its_values, its_terms = self.microbatch(batch)
             values.append(its_values)
