@@ -96,9 +96,8 @@ def plan_of(args: Options, run_dir: Path) -> Plan:
     recorded = [step for step in recorded_steps(run_dir) if step in known or not known]
     if not recorded:
         raise FieldError("RUN", "", "has no recorded steps: run the recipe with `record: true`")
-    first, last = (
-        end if one is None else one for one, end in zip((args.first, args.last), (recorded[0], recorded[-1]), strict=True)
-    )
+    first = recorded[0] if args.first is None else args.first
+    last = recorded[-1] if args.last is None else args.last
     if args.checkpoint:
         first, recorded = nearest_start(run_dir, last)[0] + 1, [0, *recorded]
     for option, step in (("--to", last), ("--from", first)):

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -195,11 +195,9 @@ class Evaluator:
         )
 
     def _by_task(self, numbers: Iterable[int]) -> dict[str, list[int]]:
-        """Group the numbers of answers by problem set: a task, or one of `evaluation.sets`."""
-        found: dict[str, list[int]] = {}
-        for number in numbers:
-            found.setdefault(self._problems[number].task, []).append(number)
-        return found
+        """Group ascending numbers of answers by problem set: a task, or one of `evaluation.sets`. The problems of a set are
+        adjacent."""
+        return {name: list(own) for name, own in groupby(numbers, key=lambda number: self._problems[number].task)}
 
     def _is_of(self, version: int, answer: Sequence) -> bool:
         """Return whether to accept an answer: yes if it failed or `version` sampled all of it. Others are requested again."""
@@ -309,7 +307,7 @@ def compare(
     served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False, base: Logprobs | None = None
 ) -> Parity:
     """Compare the actors' scores, by name, with those of the trainer, and log each problem. `of_median`: apply the tolerance to
-    the median token instead of every token. `base`: log-probabilities before training. Even a change from `base` to `trained`
+    the median token instead of every token. `base`: the trainer's first scores. Even a change from `base` to `trained`
     that is below the tolerance must be visible in each actor's scores."""
     differences: list[float] = []
     problems: list[str] = []

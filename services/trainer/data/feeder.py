@@ -20,7 +20,7 @@ import numpy as np
 from pipelinerl.audit.journal import Journal
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import group_id_of
-from pipelinerl.errors import MessageError, PayloadTooLarge, UserError
+from pipelinerl.errors import FieldError, MessageError, PayloadTooLarge, UserError
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, encode_group
 from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt
 from pipelinerl.recipe.fields import ProblemSet, Recipe
@@ -225,19 +225,14 @@ class Feeder:
         self.tracker.refuse(group, reason)
         self.refused.setdefault(reason, f"{reason}: problem {group.problem_index} of {group.task}: {detail}")
         self._unusable_in_a_row += 1
-        if self._unusable_in_a_row >= MOST_UNUSABLE_IN_A_ROW:
-            raise UserError(unusable_prompts(self._recipe, group.task, reason, detail))
-
-
-def unusable_prompts(recipe: Recipe, task: str, reason: str, detail: str) -> str:
-    count = f"the last {MOST_UNUSABLE_IN_A_ROW} prompts"
-    if reason == "prompt too long":
-        return (
-            f"model.max_context = {recipe.model.max_context}: {count} did not fit; raise it, or choose a task with "
-            "shorter prompts"
-        )
-    fix = "raise max_payload of nats-server, or shorten the problems" if "too large" in reason else "correct the problems"
-    return f"task {task!r}: {count} could not be published; the last error is: {detail}; {fix}"
+        if self._unusable_in_a_row < MOST_UNUSABLE_IN_A_ROW:
+            return
+        count = f"the last {MOST_UNUSABLE_IN_A_ROW} prompts"
+        if reason == "prompt too long":
+            fix = f"{count} did not fit; raise it, or choose a task with shorter prompts"
+            raise FieldError("model.max_context", self._recipe.model.max_context, fix)
+        fix = "raise max_payload of nats-server, or shorten the problems" if "too large" in reason else "correct the problems"
+        raise UserError(f"task {group.task!r}: {count} could not be published; the last error is: {detail}; {fix}")
 
 
 def group_seed(run_seed: int, group_number: int) -> int:

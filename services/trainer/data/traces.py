@@ -67,11 +67,8 @@ class SequenceTraces:
         if not self._open or event["event"] != "close":
             return
         trained = event["outcome"] == Outcome.TRAINED.value
-        about = {a.OUTCOME: event["outcome"]}
-        if "reason" in event:
-            about[a.REASON] = event["reason"]
-        if "version" in event:
-            about[a.VERSION] = event["version"]
+        names = {"outcome": a.OUTCOME, "reason": a.REASON, "version": a.VERSION}
+        about = {attribute: event[name] for name, attribute in names.items() if name in event}
         step = self._step if trained else None
         for sequence_id in event["ids"]:
             child(
