@@ -1,8 +1,8 @@
 """`python -m services.trainer.replay`: compute recorded optimizer steps again, and compare the digests of the weights.
 
-`pipelinerl replay` starts this in the trainer's environment, with the run's number of threads. The steps go through the same
-code as in the run: `Learner.prepare` and `PolicyTrainer.step`. Overrides change the loss, mask or optimizer for the same data.
-`pipelinerl rollback` starts it to write a checkpoint of a version that has none.
+`pipelinerl replay` starts this in the trainer's environment. The steps are computed with the run's number of threads and by the
+same code as in the run: `Learner.prepare` and `PolicyTrainer.step`. Overrides change the loss, mask or optimizer for the same
+data. `pipelinerl rollback` starts it to write a checkpoint of a version that has none.
 """
 
 from __future__ import annotations

@@ -124,12 +124,8 @@ def token_row(
         lengths, places = np.append(lengths, padding), np.append(places, np.arange(num_tokens, num_tokens + padding))
     positions = np.empty(len(token_ids), dtype=np.int64)
     positions[places] = ranges(np.zeros_like(lengths), lengths)
-    shared = len(places) > len(token_ids)
-    return TokenRow(
-        on_device(token_ids[None], device),
-        on_device(positions[None], device),
-        PackedLayout(lengths, device, places if shared else None),
-    )
+    layout = PackedLayout(lengths, device, places if len(places) > len(token_ids) else None)
+    return TokenRow(on_device(token_ids[None], device), on_device(positions[None], device), layout)
 
 
 def host_microbatch(
