@@ -109,7 +109,7 @@ def check_log_size(max_gib: float, weights_bytes: int) -> None:
     if max_gib * 1024**3 < (least := (CHAINS_KEPT + 1) * weights_bytes):
         why = f"is too small for the {CHAINS_KEPT + 1} anchors (whole versions) that the weight log keeps"
         enough = math.ceil(1000 * least / 1024**3) / 1000
-        fix = f"raise it to at least {enough:g} (in the chart: nats.weightsMaxGib), or set another weights.log"
+        fix = f"raise it to at least {enough} (in the chart: nats.weightsMaxGib), or set another weights.log"
         raise FieldError("PIPELINERL_WEIGHTS_MAX_GIB", max_gib, f"{why}; {fix}")
 
 

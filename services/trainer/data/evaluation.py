@@ -88,13 +88,6 @@ def is_right(terms: Mapping[str, float], correct_reward: float) -> bool:
     return earned is not None and earned >= correct_reward * (1 - 1e-9)
 
 
-def reason_left_out(answer: Sequence | None) -> str:
-    """Return why an answer does not count in the accuracy; empty if it counts."""
-    if answer is None:
-        return "no answer"
-    return "" if not answer.failure or answer.failure == EMPTY_COMPLETION else short_reason(answer.failure)
-
-
 @dataclass(frozen=True)
 class HeldoutResult:
     """Result of an evaluation. `overall`: accuracy over the recipe's tasks. `sets`: accuracy of each problem set. `num_tokens`:
@@ -211,13 +204,14 @@ class Evaluator:
         return True
 
     def _result(self, version: int, answers: Mapping[int, Sequence]) -> HeldoutResult:
-        reasons = [reason_left_out(answers.get(number)) for number in range(len(self._problems))]
-        told = dict(Counter(filter(None, reasons)))
+        failures = [answers[one].failure if one in answers else "no answer" for one in range(len(self._problems))]
+        left_out = ["" if failure in ("", EMPTY_COMPLETION) else short_reason(failure) for failure in failures]
+        told = dict(Counter(filter(None, left_out)))
         by_set: dict[str, list[list[bool | None]]] = {}
         sets: dict[str, Accuracy] = {}
         for name, numbers in self._by_task(range(len(self._problems))).items():
             correct = self._recipe.problem_sets[name].reward.correct
-            right = [None if reasons[one] else is_right(answers[one].reward_components, correct) for one in numbers]
+            right = [None if left_out[one] else is_right(answers[one].reward_components, correct) for one in numbers]
             by_set[name] = [right[first : first + self._samples] for first in range(0, len(right), self._samples)]
             if (accuracy := accuracy_of(by_set[name])) is not None:
                 reported = means_of(answers[one].reported for one in numbers if one in answers and not answers[one].failure)

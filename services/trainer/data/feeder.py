@@ -68,11 +68,6 @@ _TOKEN_BYTES = 16
 _GROUP_ID = re.compile(r"g([0-9]{8,18})")
 
 
-ProblemStream = Callable[[int], PromptGroup]
-"""Function from a number to the training problem with this number, as a prompt group (`encode`). Runs with the same seed have
-the same problems."""
-
-
 @dataclass(frozen=True)
 class GroupTokens:
     """Tokens that prove that an actor received a group. A token is a MAC of the group's id with the secret `key` (32 bytes)."""
@@ -98,7 +93,7 @@ class Feeder:
         self,
         bus: Bus,
         recipe: Recipe,
-        problems: ProblemStream,
+        problems: Callable[[int], PromptGroup],
         tracker: SequenceTracker,
         traces: SequenceTraces,
         updater: WeightUpdater,
@@ -240,8 +235,9 @@ def group_seed(run_seed: int, group_number: int) -> int:
     return int(np.random.SeedSequence((run_seed, group_number)).generate_state(1, np.uint64)[0] >> 2) or 1
 
 
-def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ProblemStream:
-    """Return the feeder's stream of problems. Raises `FieldError` or `UserError` if a task cannot be used."""
+def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[int], PromptGroup]:
+    """Return the function from a number to the training problem with this number (`encode`). Runs with the same seed have the
+    same problems. Raises `FieldError` or `UserError` if a task cannot be used."""
     shares = list(recipe.mixture.values())
     sources = [make_source(share.task, recipe.seed) for share in shares]
     interleaving = Interleaving([share.weight for share in shares])

@@ -78,10 +78,6 @@ class LossOutput:
     """Weighted sum of 0.5 (v − R)², without the coefficient; 0 without a value head."""
 
 
-PolicyTerm = Callable[[Tensor, MicroBatch, AlgorithmConfig], tuple[Tensor, Tensor]]
-"""Function from log π [C] to (per-token loss before weighting, clipped), each [C]."""
-
-
 def reinforce(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """The paper's equation 5: −min(c, w) · A · log π, no gradient through w."""
     log_weights = (logprobs - batch.behaviour_logprobs).detach()
@@ -119,14 +115,15 @@ def _clipped(log_ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> 
     return -torch.minimum(free, cut), (cut < free).detach()
 
 
-POLICY_TERMS: dict[str, PolicyTerm] = {
+POLICY_TERMS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], tuple[Tensor, Tensor]]] = {
     "reinforce": reinforce,
     "ppo_clip": ppo_clip,
     "grpo": ppo_clip,
     "gspo": gspo,
     "cispo": cispo,
 }
-"""GRPO has PPO's policy term. It differs in advantages and normalisation, whose defaults `AlgorithmConfig` sets."""
+"""Functions from log π [C] to (per-token loss before weighting, clipped), each [C]. GRPO has PPO's policy term. It differs in
+advantages and normalisation, whose defaults `AlgorithmConfig` sets."""
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
