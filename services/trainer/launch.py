@@ -23,8 +23,6 @@ from pipelinerl.service.settings import TrainerSettings, read_settings
 
 log = logging.getLogger(__name__)
 
-RANK = (sys.executable, "-m", "services.trainer")
-"""Command of each rank. The rank reads its number from the environment that torchrun sets."""
 SHUTDOWN_S = 30
 """Seconds until ranks that were told to stop are killed, in addition to the time for the last checkpoint."""
 RENDEZVOUS_TIMEOUT_S = 900
@@ -41,7 +39,7 @@ def launch_ranks() -> int | None:
         several = num_ranks(settings, recipe) > 1
         here = settings.ranks_per_node or recipe.trainer.ranks
         keep_to_quota(os.environ, here)
-        codes.append(run_ranks(settings, here, RANK) if several else None)
+        codes.append(run_ranks(settings, here, (sys.executable, "-m", "services.trainer")) if several else None)
 
     failed = exit_code(launch)
     return failed or codes[0]
@@ -58,9 +56,9 @@ def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
 
 
 def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]) -> int:
-    """Run `command` once for each of this node's ranks, which join those of the other nodes. Return the exit code of the first
-    failed rank, 1 if a signal killed it, or 0 if none failed. A signal to this process is passed to these ranks, and is not a
-    failure."""
+    """Run `command` once for each of this node's ranks, which join those of the other nodes. torchrun's environment tells each
+    its number. Return the exit code of the first failed rank, 1 if a signal killed it, or 0 if none failed. A signal to this
+    process is passed to these ranks, and is not a failure."""
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
     take_over("torch")

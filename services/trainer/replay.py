@@ -45,7 +45,6 @@ from services.trainer.world import leave_ranks
 FIGURES = ("loss", "grad_norm", "ess", "clip_fraction", "mask_fraction", "learning_rate")
 
 _TEXT_CHARACTERS = 24
-
 ONE_RANK = ("trainer.nproc=1", "trainer.shard_ranks=0", "trainer.context_parallel=1")
 """Overrides for showing tokens, which needs the whole policy on one rank."""
 

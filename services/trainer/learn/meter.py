@@ -157,8 +157,6 @@ def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
 
 LARGEST_LOG_WEIGHT = 80.0
 """Bound on log w in means of w, which could otherwise overflow (e^80 is 5e34). The ESS does not need it."""
-
-
 EQUAL = 1e-12
 """Variance, relative to the mean square, below which returns count as equal. Rounding causes about 1e-16."""
 
