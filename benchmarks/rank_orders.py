@@ -35,9 +35,9 @@ from pipelinerl.local.services import available_cores
 from pipelinerl.rl.groups import LAG_BUCKETS, effective_sample_size, lag_bucket, weight_sums
 from services.trainer.learn.batch import HostMicroBatch
 from services.trainer.learn.meter import BOUND_16_BIT, TokenStatistics, token_figures, token_statistics
-from services.trainer.learn.step import TRAIN, Share, batch_message
+from services.trainer.learn.step import Share, batch_message
 from services.trainer.worker import receive_batches
-from services.trainer.world import END, Message, join_ranks, leave_ranks, world_of_ranks
+from services.trainer.world import END, TRAIN, Message, join_ranks, leave_ranks, world_of_ranks
 
 RESULT = Path(__file__).parent / "results" / "rank_orders.json"
 GOAL = 0.02
@@ -71,8 +71,6 @@ def synthetic_batch(rng: np.random.Generator, length: int) -> HostMicroBatch:
         lags=rng.integers(0, LARGEST_LAG + 1, BRANCHES).repeat(length),
         actors=rng.integers(0, ACTORS, BRANCHES),
         reported=np.full(BRANCHES, -1),
-        num_branches=BRANCHES,
-        num_tokens=tokens,
     )
 
 

@@ -30,7 +30,6 @@ from benchmarks.training_data import VERSION
 from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.rl.memory import peak_flops
 from services.trainer.learn.attention import VARLEN
-from services.trainer.learn.meter import mfu
 from services.trainer.learn.policy import Policy
 from services.trainer.learn.step import Learner, PreparedStep
 
@@ -42,9 +41,9 @@ def run_case(case: GpuCase, device: torch.device, plan: Plan) -> dict[str, Any]:
     """One row of the result. Figures of a loop that does not fit into the device's memory are None."""
     prepared = prepared_step(case)
     ours = measure_ours(case, device, plan)
-    bare = measure_bare(case, device, plan, prepared.batches)
+    bare = measure_bare(case, device, plan, prepared.shares[0])
     peak = device_peak(device)
-    tokens = sum(len(batch.token_ids) for batch in prepared.batches)
+    tokens = sum(len(batch.token_ids) for batch in prepared.shares[0])
     return {
         "model": case.model,
         "row_tokens": case.row_tokens,
@@ -54,10 +53,10 @@ def run_case(case: GpuCase, device: torch.device, plan: Plan) -> dict[str, Any]:
         **{f"bare_{name}": value for name, value in figures(bare, tokens, prepared.flops, peak).items()},
         "ratio": bare.seconds / ours.seconds if ours.seconds and bare.seconds else None,
         "goal_mfu": case.goal_mfu,
-        "microbatches": len(prepared.batches),
+        "microbatches": len(prepared.shares[0]),
         "tokens": tokens,
         "tera_flops": prepared.flops / 1e12,
-        "packing_fill": tokens / (len(prepared.batches) * case.row_tokens),
+        "packing_fill": tokens / (len(prepared.shares[0]) * case.row_tokens),
         "phases_s": dict(ours.phases_s),
     }
 
@@ -76,7 +75,7 @@ def figures(measured: Measured, tokens: int, flops: float, peak: float | None) -
     return {
         "step_s": seconds,
         "tokens_per_s": tokens / seconds if seconds else None,
-        "mfu": mfu(flops, seconds, 1, peak) if seconds else None,
+        "mfu": flops / (seconds * peak) if seconds and peak else None,
         "peak_gib": peak_bytes / 2**30 if peak_bytes else None,
     }
 

@@ -37,10 +37,10 @@ from benchmarks.random_models import half_qwen2_config
 from benchmarks.result_files import kept_rows, write_result
 from benchmarks.training_data import VERSION, make_groups
 from pipelinerl.recipe.fields import AlgorithmConfig
-from services.trainer.learn.batch import MicroBatch, all_branches, host_microbatch, token_row
+from services.trainer.learn.batch import MicroBatch, host_microbatch, token_row
 from services.trainer.learn.loss import compute_loss
 from services.trainer.learn.model import DTYPES, wrap_model
-from services.trainer.learn.policy import MAX_LOGITS, TokenScores, linear_scores, token_scores
+from services.trainer.learn.policy import MAX_LOGITS, Head, TokenScores, linear_scores, token_scores
 
 RESULT = Path(__file__).parent / "results" / "trainer_memory.json"
 WORDS, WIDTH = 151_936, 896
@@ -73,7 +73,7 @@ def chunk_scores(hidden: Tensor, head: nn.Linear, targets: Tensor) -> TokenScore
 
 
 def our_scores(hidden: Tensor, head: nn.Linear, targets: Tensor) -> TokenScores:
-    return TokenScores(*linear_scores(hidden, head.weight, None, targets, 1.0))
+    return TokenScores(*linear_scores(Head(hidden, head.weight, None, targets)))
 
 
 HEADS = {"naive": naive_scores, "chunks": chunk_scores, "ours": our_scores}
@@ -115,7 +115,7 @@ def measure_layers(way: str, dtype: torch.dtype, tokens: int, device: torch.devi
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
     policy = wrap_model(model, gradient_checkpointing=way == "checkpointed")
     groups = make_groups([SEQUENCE_TOKENS] * (tokens // SEQUENCE_TOKENS), config.vocab_size)
-    branches = all_branches(groups)
+    branches = [branch for group in groups for sequence in group.sequences for branch in sequence.all_branches]
     ones = np.ones(len(branches))
     batch = host_microbatch(branches, ones, ones, VERSION).on(device)
     return measured(lambda: backward(policy.scores(batch.row, batch.predictors, batch.targets)), device)

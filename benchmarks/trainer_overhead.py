@@ -79,7 +79,7 @@ def run_alone(case: Case, pairs: int) -> dict[str, Any]:
     groups = case.groups(model.config.vocab_size)
     trainer = case.trainer()
     learner = Learner(wrap_model(copy.deepcopy(model)), AlgorithmConfig(), trainer)
-    batches = [batch.on("cpu") for batch in learner.prepare(groups, VERSION).batches]
+    batches = [batch.on("cpu") for batch in learner.prepare(groups, VERSION).shares[0]]
     metrics = learner.step(learner.prepare(groups, VERSION))
     del metrics[SAMPLED_WEIGHTS]
     masked = BareLoop(copy.deepcopy(model), "sdpa", batches, trainer) if case.with_mask else None

@@ -73,6 +73,8 @@ def play(case: Case, pairs: int) -> tuple[Timings, dict[str, Any]]:
     learner = Learner(policy, AlgorithmConfig(), case.trainer(), world=world)
     bare = bare_loop(model, case, learner.prepare(groups, VERSION), world)
     received = receive_batches(world.batches)
+    if not world.is_first:
+        next(received)  # rank 0 has sent the batches of the bare loop, too
     ours = order_of(learner, groups, received)
     metrics = ours()
     bare.step()

@@ -186,11 +186,6 @@ def use_tracer(tracer: Tracer) -> Iterator[None]:
         _TRACER.reset(token)
 
 
-def is_on() -> bool:
-    """Return whether a tracer is in use."""
-    return _TRACER.get() is not _OFF
-
-
 def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
     """Begin a trace if the sampler selects it. A `with` statement ends the span. Only the first `MOST_LINKS` links are kept."""
     return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))

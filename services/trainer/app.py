@@ -4,6 +4,7 @@ The HTTP server starts first, so that it answers probes while the model loads.""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
@@ -90,7 +91,7 @@ async def serve(
 async def log_writer(
     settings: TrainerSettings, recipe: Recipe, sender: WeightSender, bus: Bus
 ) -> AsyncIterator[LogWriter | None]:
-    """Yield a writer of the weight log; None if the recipe has no log. Raises the `FieldError` of `check_log_size`."""
+    """Yield a writer of the weight log; None if the recipe has no log. Raises `FieldError` if its limit or place is invalid."""
     weights = recipe.weights
     if not weights.log_place:
         yield None
@@ -107,7 +108,8 @@ def check_log_size(max_gib: float, weights_bytes: int) -> None:
     """Raise `FieldError` if `max_gib` cannot hold the anchors that a weight log keeps, `weights_bytes` each. Pure."""
     if max_gib * 1024**3 < (least := (CHAINS_KEPT + 1) * weights_bytes):
         why = f"is too small for the {CHAINS_KEPT + 1} anchors (whole versions) that the weight log keeps"
-        fix = f"raise it above {least / 1024**3:.3g} (in the chart: nats.weightsMaxGib), or set another weights.log"
+        enough = math.ceil(1000 * least / 1024**3) / 1000
+        fix = f"raise it to at least {enough} (in the chart: nats.weightsMaxGib), or set another weights.log"
         raise FieldError("PIPELINERL_WEIGHTS_MAX_GIB", max_gib, f"{why}; {fix}")
 
 

@@ -21,8 +21,9 @@ DEVICES = Path("/dev")
 
 
 def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path = DEVICES) -> list[dict[str, Any]]:
-    """Return the fields of a `Device` for each usable GPU or MIG instance. Raises `UserError` if torch can use none. `torch`,
-    `nvml`: these modules; `nvml` is None if it is not installed. `nodes`: folder of the device files."""
+    """Return the fields of a `Device` for each usable GPU or MIG instance. Raises `UserError`, with a fix, if torch can use
+    none, if NVML is missing or fails, or if CUDA ignores a GPU that CUDA_VISIBLE_DEVICES names. `torch`, `nvml`: these modules;
+    `nvml` is None if it is not installed. `nodes`: folder of the device files."""
     if torch.version.cuda is None:
         fix = "install the CUDA build: make clean && make install DEVICE=cuda"
         raise UserError(f"torch {torch.__version__} is built without CUDA; {fix}")
@@ -36,7 +37,7 @@ def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path
     if not visible:
         raise UserError(f"torch sees no GPU{_cause(torch, environment, nodes)}")
     named = [name.strip() for name in environment.get(VISIBLE, "").split(",")]
-    wanted = list(takewhile(lambda name: name not in ("", "-1"), named))  # CUDA ignores all names after these
+    wanted = list(takewhile(lambda name: name not in ("", "-1"), named))  # CUDA stops reading there
     if len(wanted) > len(visible) and not any(name.startswith("MIG-") for name in wanted):
         fix = f"CUDA shows only the first {len(visible)} of these GPUs; correct {wanted[len(visible)]!r}"
         raise UserError(f"{VISIBLE} = {environment[VISIBLE]!r}: {fix}")

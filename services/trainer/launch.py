@@ -1,5 +1,5 @@
 """Start the trainer's ranks on this node under torchrun's elastic agent, and wait for them to end. If a rank dies, the
-agent stops the other ranks of this node with SIGTERM. Ranks of other nodes fail at their next communication."""
+agent sends SIGTERM to the other ranks of this node. Ranks of all nodes fail at their next communication with a dead rank."""
 
 from __future__ import annotations
 
@@ -23,12 +23,8 @@ from pipelinerl.service.settings import TrainerSettings, read_settings
 
 log = logging.getLogger(__name__)
 
-RANK = (sys.executable, "-m", "services.trainer")
-"""Command of each rank. The rank reads its number from the environment that torchrun sets."""
 SHUTDOWN_S = 30
 """Seconds until ranks that were told to stop are killed, in addition to the time for the last checkpoint."""
-LOOPBACK = "127.0.0.1"
-"""Address at which the ranks of a single node meet."""
 RENDEZVOUS_TIMEOUT_S = 900
 """Maximum seconds that a node waits for the other nodes, which may have to pull images first."""
 
@@ -43,7 +39,7 @@ def launch_ranks() -> int | None:
         several = num_ranks(settings, recipe) > 1
         here = settings.ranks_per_node or recipe.trainer.ranks
         keep_to_quota(os.environ, here)
-        codes.append(run_ranks(settings, here, RANK) if several else None)
+        codes.append(run_ranks(settings, here, (sys.executable, "-m", "services.trainer")) if several else None)
 
     failed = exit_code(launch)
     return failed or codes[0]
@@ -60,8 +56,9 @@ def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
 
 
 def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]) -> int:
-    """Run `command` once for each of this node's ranks, which join those of the other nodes. Return the exit code of the first
-    failed rank, or 0. A signal to this process is passed to these ranks, and is not a failure."""
+    """Run `command` once for each of this node's ranks, which join those of the other nodes. torchrun's environment tells each
+    its number. Return the exit code of the first failed rank, 1 if a signal killed it, or 0 if none failed. A signal to this
+    process is passed to these ranks, and is not a failure."""
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
     take_over("torch")
@@ -90,7 +87,7 @@ def _run_agent(settings: TrainerSettings, num_here: int, command: tuple[str, ...
         max_nodes=settings.nodes,
         nproc_per_node=num_here,
         run_id=settings.run,
-        local_addr=LOOPBACK if settings.nodes == 1 else settings.advertise_host,
+        local_addr="127.0.0.1" if settings.nodes == 1 else settings.advertise_host,
         max_restarts=0,
         monitor_interval=0.2,
         shutdown_timeout=math.ceil(settings.stop_checkpoint_s) + SHUTDOWN_S,

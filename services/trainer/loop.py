@@ -1,9 +1,9 @@
 """The optimizer loop: take batches from `Intake`, compute steps, send versions through `WeightUpdater`, evaluate and record.
 
-Before a version is offered, all remaining actors must serve the previous one. While an evaluation or probe measures a version,
-actors only stage the next one, and those after it are skipped. Except in conventional mode, the next batch is computed while a
-version is sent. A single compute thread makes all calls to the model. With `actor.colocate`, the steps of a phase begin when
-the engine sleeps; the engine wakes up for the version after these steps.
+A version is offered when no earlier one is in transfer. While an evaluation or probe measures a version, actors only stage the
+next one, and no further version is sent. Except in conventional mode, the next batch is computed while a version is sent. A
+single compute thread makes all calls to the model. With `actor.colocate`, the steps of a phase begin when the engine sleeps;
+the engine wakes up for the version after these steps.
 
 Before the first step, the loop takes over a checkpoint and the streams from the run's previous trainer. For the next trainer it
 writes the journal, and the part of checkpoints that is not tensors.
@@ -91,11 +91,11 @@ class OptimizerLoop:
         """Writes the record of the last computed step, unless it is already written."""
         self._batch_at = time.monotonic()
         self._base: Logprobs | None = None
-        """Log-probabilities of the probe before training, from which the policy's change is measured."""
+        """Log-probabilities of the probe when this trainer started; with adapters, those of the initial model."""
         self._carried_s: dict[str, float] = {}
         """Seconds spent after the last step. They count in the next step's record."""
         self._passed_over = False
-        """True if the current version was skipped, because an earlier one waits for a measurement to end."""
+        """True if the current version was not sent, because the commit of an earlier one waits for a measurement to end."""
         self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0
         self._closed = self.stopping = False
         self.version = start.version
@@ -106,7 +106,7 @@ class OptimizerLoop:
         return self._measuring is not None and not self._measuring.done()
 
     async def take_over(self) -> int:
-        """Take over the work of an earlier trainer, if any. Wait for NATS. Return how many groups were published again."""
+        """Take over the work of an earlier trainer, if any. Return how many groups were published again."""
         start, feeder, intake = self._start, self._feeder, self._intake
         valid_bytes = start.state.journal_bytes if start.state else 0
         said = {"incarnation": start.lineage.incarnation, "version": start.version, "keep": valid_bytes}
@@ -224,7 +224,7 @@ class OptimizerLoop:
                     async with self._recorded(batch):
                         figures = await self._in_compute(self._policy.step, prepared)
                 if self._recipe.weights.verify_logprobs:
-                    self._intake.judge_actors(figures[LAG_0_TOKENS])
+                    self._intake.quarantine.judge(figures[LAG_0_TOKENS])
                 self._intake.close(batch, self.version + 1, skipped=bool(figures["skipped"]))
                 self.version += 1
                 self.skipped_in_a_row = self.skipped_in_a_row + 1 if figures["skipped"] else 0
@@ -311,11 +311,11 @@ class OptimizerLoop:
 
     async def _prepared(self, version: int) -> tuple[list[TrainingGroup], Any]:
         batch = await self._intake.take_batch(version)
-        return batch, await asyncio.to_thread(self._policy.prepare, batch, version)
+        return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begin to send the current version, unless an earlier one waits for a measurement to end. `measure`: the current
-        version will be measured, so first wait for the running measurement."""
+        """Begin to send the current version, unless the commit of an earlier one waits for a measurement to end. `measure`: the
+        current version will be measured, so first wait for the running measurement."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()
@@ -349,9 +349,9 @@ class OptimizerLoop:
                     await self._turn.take()
 
     async def _offer_when_measured(self) -> None:
-        """Send the version that `_offer` skipped, if the measurement ends before the next batch is ready."""
-        assert self._next is not None, "the last version is measured, and never skipped"
-        assert self._measuring is not None, "the version was skipped because of a measurement"
+        """Send the version that `_offer` left unsent, if the measurement ends before the next batch is ready."""
+        assert self._next is not None, "the last version is measured, and always sent"
+        assert self._measuring is not None, "a measurement kept the version from being sent"
         with measured(self._carried_s, "wait"):
             await asyncio.wait((self._next, self._measuring), return_when=asyncio.FIRST_COMPLETED)
         if not self.measuring:
@@ -385,9 +385,8 @@ class OptimizerLoop:
         """Return the trainer's log-probabilities of the probe; None if probes are off."""
         if self._recipe.weights.probe_every == 0:
             return None
-        scores: Logprobs = await self._in_compute(
-            functools.partial(self._policy.learner.score, adapters=adapters), self._evaluator.probe
-        )
+        score = functools.partial(self._policy.learner.score, self._evaluator.probe, adapters=adapters)
+        scores: Logprobs = await self._in_compute(score)
         return scores
 
     def _measure(self, trained: Logprobs | None, *, evaluate: bool) -> None:

@@ -14,10 +14,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -39,7 +41,6 @@ from services.trainer.checkpoint.checkpointer import PolicyExport, load_value_he
 from services.trainer.checkpoint.run_state import RESUME, STATE, Start
 from services.trainer.checkpoint.state_files import StateSaver, restore
 from services.trainer.learn.attention import RowPart, key_repeats
-from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import bound_of
 from services.trainer.learn.model import (
     DTYPES,
@@ -66,7 +67,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicyTrainer:
-    """Trains the policy, and makes its snapshots and checkpoints. All methods block. Call all but `prepare` on one thread."""
+    """Trains the policy, and makes its snapshots and checkpoints. All methods block. Call all on the same thread."""
 
     def __init__(self, learner: Learner, tokenizer: PreTrainedTokenizerBase, sender: WeightSender, recipe: Recipe) -> None:
         self.learner, self._recipe = learner, recipe
@@ -79,12 +80,6 @@ class PolicyTrainer:
         """Copy of the current weights; None if none has been made yet."""
         self._state = StateSaver(learner)
         self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
-
-    def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        """Prepare the next step, and begin to send all ranks their batches. This may run while a step is computed."""
-        prepared = self.learner.prepare(groups, version)
-        self.learner.send_batches(prepared)
-        return prepared
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
         self._snapshot = None
@@ -141,7 +136,8 @@ class PolicyTrainer:
 def load_policy_trainer(
     recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
 ) -> PolicyTrainer:
-    """Rank 0: load the model, the tokenizer and the checkpoint's state. Raises `FieldError` and the errors of `restore`."""
+    """Rank 0: load the model, the tokenizer and the checkpoint's state. Raises the errors of `load_learner`, and `OSError` if
+    this process cannot listen on `transfer_port`."""
     backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
     source = model_source(recipe, settings)
     tokenizer = load_tokenizer(source, recipe)
@@ -206,7 +202,9 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path 
         torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
     disable_progress_bar()  # it would fill the log
-    device = rank_device(ranks.local_rank)
+    device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if ranks.world_size > 1:
         digest = hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
         join_ranks(device, {"version": __version__, "recipe": digest[:12], "pod template": revision})
@@ -243,23 +241,17 @@ def _learner(whole: Policy, recipe: Recipe, source: str, world: World, resume: P
         compile_policy(whole, world.device)
     check_memory(recipe, whole, world)
     dtype = DTYPES[recipe.model.dtype]
-
-    def sharded(policy: Policy) -> Policy:
-        if world.mesh is None:
-            return policy
-        return shard_policy(policy, world, dtype, reshard=recipe.trainer.reshard_after_forward)
-
+    shard = partial(shard_policy, world=world, dtype=dtype, reshard=recipe.trainer.reshard_after_forward)
     # With adapters, the frozen base weights are the reference. Otherwise the reference is a copy of the initial weights.
-    needs_reference = recipe.algorithm.kl_coefficient > 0 and recipe.trainer.lora is None
-    frozen = frozen_copy(whole) if needs_reference else None
-    policy = sharded(whole)
+    frozen = frozen_copy(whole) if recipe.algorithm.kl_coefficient > 0 and recipe.trainer.lora is None else None
+    policy = shard(whole)
     learner = Learner(
         policy,
         recipe.algorithm,
         recipe.trainer,
         temperature=recipe.sampling.temperature,
         world=world,
-        reference=sharded(frozen) if frozen is not None else None,
+        reference=shard(frozen) if frozen is not None else policy,
         compute_dtype=dtype,
         bound=bound_of(recipe),
     )
@@ -284,19 +276,12 @@ def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
         log.warning("%s", problem)
 
 
-def rank_device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
-    """Shard `policy` over the ranks of `world`, which all must call this. The policy then computes in `dtype`. `reshard`: drop
-    gathered weights after each forward pass, which saves memory but costs traffic. Raises `FieldError` if the model has no list
-    of layers, or if ranks cannot share its rows."""
-    assert world.mesh is not None, "one rank alone has nothing to shard"
+    """Shard `policy` over the ranks of `world`, which all must call this. The policy then computes in `dtype`. A single rank
+    keeps it as it is. `reshard`: drop gathered weights after each forward pass, which saves memory but costs traffic. Raises
+    `FieldError` if the model has no list of layers, or if ranks cannot share its rows."""
+    if world.mesh is None:
+        return policy
     model = policy.model
     model.config.use_cache = False
     model.tie_weights()
@@ -352,5 +337,5 @@ def _from_first(tensor: Tensor, world: World) -> Tensor:
         here = tensor.detach().to(world.device, dtype)
     else:
         here = torch.empty_like(tensor, dtype=dtype, device=world.device)
-    world.broadcast(here)
+    dist.broadcast(here, 0)
     return nn.Parameter(here, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else here

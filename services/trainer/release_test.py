@@ -1,6 +1,6 @@
 """`python -m services.trainer.release_test`: test an installed release from the trainer's point of view. `helm test` runs it.
 
-The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount. It changes nothing.
+The test runs in its own pod with the trainer's environment, files, volume and ServiceAccount. It leaves nothing behind.
 """
 
 from __future__ import annotations

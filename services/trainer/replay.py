@@ -1,44 +1,50 @@
 """`python -m services.trainer.replay`: compute recorded optimizer steps again, and compare the digests of the weights.
 
-`pipelinerl replay` starts this in the trainer's environment, with the run's number of threads. The steps go through the same
-code as in the run: `PolicyTrainer.prepare` and `step`. Overrides change the loss, mask or optimizer for the same data.
-`pipelinerl rollback` starts it to write a checkpoint of a version that has none.
+`pipelinerl replay` starts this in the trainer's environment. The steps are computed with the run's number of threads and by the
+same code as in the run: `Learner.prepare` and `PolicyTrainer.step`. Overrides change the loss, mask or optimizer for the same
+data. `pipelinerl rollback` starts it to write a checkpoint of a version that has none.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.audit.replay import Findings, events, read_history
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.initial_model import model_source
-from pipelinerl.messages.sequences import PolicyVersion
+from pipelinerl.messages.sequences import Branch, PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import load_recipe, recipe_from_data
 from pipelinerl.run_dir import resumable
 from pipelinerl.run_summary import read_jsonl
 from pipelinerl.service.lifecycle import exit_code
+from pipelinerl.service.logs import printable
 from pipelinerl.service.settings import RankSettings, TrainerSettings, read_settings
 from services.trainer.checkpoint.checkpointer import write_checkpoint
 from services.trainer.checkpoint.run_state import STATE, Start, find_start, journaled_state
 from services.trainer.data.recording import RecordedStep, read_step, recorded_steps, software
 from services.trainer.launch import num_ranks, run_ranks
+from services.trainer.learn.batch import host_microbatch
+from services.trainer.learn.step import Learner
 from services.trainer.policy_trainer import PolicyTrainer, load_learner, load_policy_trainer
-from services.trainer.token_table import token_table
 from services.trainer.worker import worker_loop
 from services.trainer.world import leave_ranks
 
 FIGURES = ("loss", "grad_norm", "ess", "clip_fraction", "mask_fraction", "learning_rate")
 
+_TEXT_CHARACTERS = 24
 ONE_RANK = ("trainer.nproc=1", "trainer.shard_ranks=0", "trainer.context_parallel=1")
 """Overrides for showing tokens, which needs the whole policy on one rank."""
 
@@ -83,14 +89,14 @@ def nearest_start(run_dir: Path, first: int) -> tuple[int, Path | None]:
 
 def plan_of(args: Options, run_dir: Path) -> Plan:
     """Return the plan for the user's range or, with `args.checkpoint`, for version `args.last`. Steps that a restart undid
-    and that were not repeated are left out. Raises `FieldError` if a step is not recorded, `ServiceError` if it is damaged."""
+    and that were not repeated are left out. Raises `FieldError` if the first or the last step is not recorded, and
+    `ServiceError` if the file of `begin` is damaged."""
     known = digests(run_dir)
     recorded = [step for step in recorded_steps(run_dir) if step in known or not known]
     if not recorded:
         raise FieldError("RUN", "", "has no recorded steps: run the recipe with `record: true`")
-    first, last = (
-        end if one is None else one for one, end in zip((args.first, args.last), (recorded[0], recorded[-1]), strict=True)
-    )
+    first = recorded[0] if args.first is None else args.first
+    last = recorded[-1] if args.last is None else args.last
     if args.checkpoint:
         first, recorded = nearest_start(run_dir, last)[0] + 1, [0, *recorded]
     for option, step in (("--to", last), ("--from", first)):
@@ -110,8 +116,9 @@ def recipe_of(step: RecordedStep, overrides: Sequence[str]) -> Recipe:
 
 
 def replay(settings: TrainerSettings, ranks: RankSettings, args: Options, plan: Plan) -> int:
-    """Rank 0: take the steps and print a line for each. Return 1 if a digest differs although nothing was overridden. With
-    `args.checkpoint`, write a checkpoint of the last version if none differs."""
+    """Rank 0: take the steps, and print a line for each from `plan.first` on. Return 1 if a digest differs although nothing was
+    overridden. With `args.checkpoint`, write a checkpoint of the last version if all digests are known and equal, else
+    return 1. With `args.tokens`, print the token table of the last step instead of taking it."""
     run_dir, step = settings.run_dir, plan.begin
     if args.checkpoint:
         find_start(run_dir, settings.run, load_recipe(settings.recipe))  # raises an error if the run cannot be resumed
@@ -129,7 +136,7 @@ def replay(settings: TrainerSettings, ranks: RankSettings, args: Options, plan: 
             if args.tokens and number == plan.last:
                 print(*token_table(policy, step, args.most), sep="\n")
                 return 0
-            figures = policy.step(policy.prepare(step.groups, number - 1))
+            figures = policy.step(policy.learner.prepare(step.groups, number - 1))
             if number >= plan.first:
                 sha256, expected = policy.snapshot(PolicyVersion(1, number)).sha256().hex(), plan.known.get(number, "")
                 compared += bool(expected)
@@ -143,6 +150,37 @@ def replay(settings: TrainerSettings, ranks: RankSettings, args: Options, plan: 
         policy.end()
     print(verdict(compared, different, bool(args.overrides)))
     return int(args.checkpoint or (bool(different) and not args.overrides))
+
+
+def token_table(policy: PolicyTrainer, step: RecordedStep, most: int) -> Iterator[str]:
+    """Yield lines for the `most` branches with the largest |log π − log μ| of a token, the largest first. π is the policy
+    before the step. A single rank must hold the whole policy."""
+    rows = []
+    for group in step.groups:
+        for sequence, advantage in zip(group.sequences, group.advantages.tolist(), strict=True):
+            for branch in sequence.all_branches:
+                values = token_values(policy.learner, branch, advantage, step.step - 1)
+                rows.append((float(np.abs(values[0]).max(initial=0.0)), sequence, branch, advantage, values))
+    rows.sort(key=lambda row: -row[0])
+    yield f"step {step.step}: {len(rows)} branches; the {min(most, len(rows))} with the largest |log π − log μ| of a token"
+    for _, sequence, branch, advantage, (log_weights, clipped, masked, entropy) in rows[:most]:
+        yield ""
+        yield f"{sequence.sequence_id}  reward {sequence.reward:g}  advantage {advantage:+.4g}  actor {sequence.actor or '-'}"
+        yield f"  {'index':>5} {'π/μ':>9} {'log μ':>9} {'lag':>4} {'entropy':>8}  {'':13} token"
+        places = ((span, place) for span in branch.spans for place in range(span.start, span.end))
+        for at, (span, place) in enumerate(places):
+            text = policy.tokenizer.decode([int(branch.completion_token_ids[place])])
+            marks = " ".join(name for name, is_so in (("clipped", clipped[at]), ("masked", masked[at])) if is_so)
+            figures = f"{math.exp(log_weights[at]):9.4f} {branch.behaviour_logprobs[at]:9.4f} {step.step - 1 - span.version:4}"
+            shown = printable(repr(str(text))[1:-1])[:_TEXT_CHARACTERS]
+            yield f"  {place:>5} {figures} {entropy[at]:8.4f}  {marks:13} {shown}"
+
+
+def token_values(learner: Learner, branch: Branch, advantage: float, version: int) -> NDArray[np.float32]:
+    """Return float32[4, C] for the branch's C sampled tokens: log π − log μ, clipped (0 or 1), masked (0 or 1), entropy."""
+    host = host_microbatch([branch], np.array([advantage]), np.ones(1), version, has_gradient=False)
+    values, _ = learner.microbatch(host.on(learner.policy.device))
+    return np.asarray(values[:4].cpu())
 
 
 def line(step: int, sha256: str, expected: str, now: Mapping[str, Any], then: Mapping[str, Any], is_experiment: bool) -> str:

@@ -118,7 +118,8 @@ class TrainingRun:
                     if finished and self._settings.linger:
                         await self._linger(stop)
                     elif finished:
-                        await self._upload_last(stop)
+                        lacking = "its last checkpoint is not uploaded yet; pipelinerl run --resume uploads it"
+                        await _wait_at_end(unless_stopped(self.uploads.all_done(), stop), LAST_UPLOAD_S, lacking)
                     await self.loop.dismiss(DISMISS_S)
                 finally:
                     self.loop.close()
@@ -165,17 +166,10 @@ class TrainingRun:
             checkpoints.saved_at_s = began_s if checkpoints.saved_at_s is None else checkpoints.saved_at_s
             await asyncio.to_thread(note_training_began, self._settings.run_dir, began_s)
             await self.loop.run()
-            await self._announce_last()
+            if self.updater.log is not None:  # wait, so that a later run can start from the last version
+                lacking = "weights.log lacks the last version: its store did not accept that version in time"
+                await _wait_at_end(self.updater.log.all_announced(), LAST_ANNOUNCEMENT_S, lacking)
         await self._publish_last()
-
-    async def _announce_last(self) -> None:
-        """Wait until the weight log has the last version, so that a later run can start from there."""
-        if self.updater.log is not None:
-            try:
-                async with asyncio.timeout(LAST_ANNOUNCEMENT_S):
-                    await self.updater.log.all_announced()
-            except TimeoutError:
-                log.error("the run ends, but weights.log lacks the last version: its store did not accept that version in time")
 
     async def _wait_for_actors(self) -> None:
         """Wait for the expected actors. At the timeout, raise `ServiceError`. With `linger`, or while an actor starts, warn and
@@ -197,15 +191,9 @@ class TrainingRun:
             f"Still starting: {', '.join(sorted(self.updater.starting)) or 'none'}"
         )
 
-    async def _upload_last(self, stop: asyncio.Event) -> None:
-        try:
-            async with asyncio.timeout(LAST_UPLOAD_S):
-                await unless_stopped(self.uploads.all_done(), stop)
-        except (StartStopped, TimeoutError):
-            log.error("the run ends, but its last checkpoint is not uploaded yet; pipelinerl run --resume uploads it")
-
     async def _linger(self, stop: asyncio.Event) -> None:
-        """Answer requests until `stop` is set. Raises `RuntimeError` if another rank is gone."""
+        """Answer requests until `stop` is set. On a cluster, also mark the release as finished and free its resources. Raises
+        `RuntimeError` if another rank is gone."""
         log.info("the run is finished; this trainer only answers requests until it is stopped")
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(self.loop.heartbeat())
@@ -287,6 +275,15 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
         log.warning("error while the run stops: %s", error)
         return False
     return True
+
+
+async def _wait_at_end(work: Coroutine[Any, Any, None], most_s: float, lacking: str) -> None:
+    """Wait for `work` at most `most_s`. If it takes longer or is stopped, log what is `lacking`."""
+    try:
+        async with asyncio.timeout(most_s):
+            await work
+    except (StartStopped, TimeoutError):
+        log.error("the run ends, but %s", lacking)
 
 
 async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:

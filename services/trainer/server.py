@@ -11,17 +11,18 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 
-import grpc
+from grpc import aio
 
 from pipelinerl.errors import ServiceError
 from pipelinerl.initial_model import CHUNK_BYTES, built_name, is_built
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.run_summary import StepRecord, to_json
-from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
+from pipelinerl.v1 import trainer_pb2 as pb
+from pipelinerl.v1 import trainer_pb2_grpc
 from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 
 
-async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
+async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[pb.InitialModelChunk]:
     """Yield the files of folder `source` in chunks. Raises `ServiceError` if `asked` is not a model that this run made."""
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder", "package": "part of the package"}[recipe.model.source]
@@ -32,9 +33,9 @@ async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> As
         if path.is_file() and not path.name.startswith("."):
             with path.open("rb") as file:
                 data = await asyncio.to_thread(file.read, CHUNK_BYTES)
-                yield trainer_pb2.InitialModelChunk(file=path.name, data=data)
+                yield pb.InitialModelChunk(file=path.name, data=data)
                 while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
-                    yield trainer_pb2.InitialModelChunk(file=path.name, data=data)
+                    yield pb.InitialModelChunk(file=path.name, data=data)
 
 
 class StepFeed:
@@ -65,12 +66,12 @@ class StepFeed:
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     """`status()` returns the run's current status. `request_checkpoint()` returns once a checkpoint is written. `source`:
-    folder or hub id of the initial policy. A call that cannot be served at the moment fails with FAILED_PRECONDITION."""
+    folder or hub id of the initial policy. A call that cannot be served fails with FAILED_PRECONDITION and the reason."""
 
     def __init__(
         self,
         feed: StepFeed,
-        status: Callable[[], trainer_pb2.TrainerStatus],
+        status: Callable[[], pb.TrainerStatus],
         request_checkpoint: Callable[[], Awaitable[WrittenCheckpoint]],
         recipe: Recipe,
         source: str,
@@ -78,25 +79,21 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self._feed, self._status, self._request_checkpoint = feed, status, request_checkpoint
         self._recipe, self._source = recipe, source
 
-    async def GetStatus(
-        self, request: trainer_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
-    ) -> trainer_pb2.TrainerStatus:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: aio.ServicerContext) -> pb.TrainerStatus:
         return self._status()
 
     async def StreamMetrics(
-        self, request: trainer_pb2.StreamMetricsRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[trainer_pb2.StepMetrics]:
+        self, request: pb.StreamMetricsRequest, context: aio.ServicerContext
+    ) -> AsyncIterator[pb.StepMetrics]:
         async for record in self._feed.read(request.from_step):
-            yield trainer_pb2.StepMetrics(step=record["step"], json=to_json(record))
+            yield pb.StepMetrics(step=record["step"], json=to_json(record))
 
-    async def CheckpointNow(
-        self, request: trainer_pb2.CheckpointNowRequest, context: grpc.aio.ServicerContext
-    ) -> trainer_pb2.CheckpointNowResponse:
+    async def CheckpointNow(self, request: pb.CheckpointNowRequest, context: aio.ServicerContext) -> pb.CheckpointNowResponse:
         written = await self._request_checkpoint()
-        return trainer_pb2.CheckpointNowResponse(path=str(written.folder), policy_version=written.version)
+        return pb.CheckpointNowResponse(path=str(written.folder), policy_version=written.version)
 
     async def GetInitialModel(
-        self, request: trainer_pb2.GetInitialModelRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
+        self, request: pb.GetInitialModelRequest, context: aio.ServicerContext
+    ) -> AsyncIterator[pb.InitialModelChunk]:
         async for chunk in initial_files(self._recipe, self._status().run, self._source, request.name):
             yield chunk

@@ -1,7 +1,7 @@
 """Keep the run's streams short, and find prompt groups that were lost.
 
-A group is lost if it has left the stream PROMPTS but some of its sequences never arrived. `Intake` then records its missing
-samples as failed, and the feeder issues another group.
+Here, a group is lost if it has left the stream PROMPTS but some of its sequences never arrived. `Intake` then records its
+missing samples as failed. If too few samples are left to train on, the feeder issues another group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 10.0
 LOST_AFTER_S = 60.0
-GROUP_LOST = "prompt group lost"
 FULL_SHARE = 0.5
 """Share of the limits of SEQUENCES above which a checkpoint is written, so that older messages can be purged."""
 
@@ -86,4 +85,4 @@ class StreamUpkeep:
         for group_id, (since_s, end) in self._gone.items():
             if now_s - since_s >= LOST_AFTER_S and self._intake.position >= end:
                 log.error("group %s left the queue, but some of its sequences never arrived", group_id)
-                await self._intake.fail_missing(group_id, GROUP_LOST)
+                await self._intake.fail_missing(group_id, "prompt group lost")

@@ -12,20 +12,18 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
-from multiprocessing import TimeoutError
-from multiprocessing.pool import ThreadPool
 
 from pipelinerl.errors import EXIT_USER_ERROR, ServiceError, UserError
 from pipelinerl.initial_model import model_source
 from pipelinerl.recipe.fields import TrainerConfig
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.service.http import health_app, serve_http
-from pipelinerl.service.lifecycle import Readiness, watch_loop
+from pipelinerl.service.lifecycle import Readiness, on_thread, watch_loop
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.checkpoint.state_files import StateSaver
-from services.trainer.learn.step import TRAIN, USE, Learner, share_of
+from services.trainer.learn.step import Learner, share_of
 from services.trainer.policy_trainer import load_learner
 from services.trainer.reporting.metrics import rank_orders
 from services.trainer.world import (
@@ -35,6 +33,8 @@ from services.trainer.world import (
     ORDER_TIMEOUT,
     SAVE,
     SCORE,
+    TRAIN,
+    USE,
     VALUE_HEAD,
     WEIGHTS,
     Links,
@@ -47,17 +47,16 @@ log = logging.getLogger(__name__)
 
 def receive_batches(links: Links | None) -> Iterator[Message]:
     """Yield a message with the batches of each step, until rank 0 sends the order to end. A thread receives the next message
-    while the caller computes. Request a step's message only after rank 0 has ordered the step. Raises `ServiceError` if the
-    message does not arrive within `ORDER_TIMEOUT` after the request."""
+    while the caller computes. Request a step's message only after rank 0 has ordered the step. Raises `ServiceError` if rank 0
+    is gone, or if the message does not arrive within `ORDER_TIMEOUT` after the request."""
     assert links is not None, "a rank that is alone gets no batches"
-    with ThreadPool(1) as thread:
-        following = thread.apply_async(links.receive_order)
-        try:
-            while (message := following.get(ORDER_TIMEOUT.total_seconds())).kind != END:
-                following = thread.apply_async(links.receive_order)
-                yield message
-        except TimeoutError:
-            raise ServiceError("rank 0 has ordered a step but has not sent its batches; rank 0's log says why") from None
+    following = on_thread("batches", links.receive_order)
+    try:
+        while (message := following.result(ORDER_TIMEOUT.total_seconds())).kind != END:
+            following = on_thread("batches", links.receive_order)
+            yield message
+    except TimeoutError:
+        raise ServiceError("rank 0 has ordered a step but has not sent its batches; rank 0's log says why") from None
 
 
 def worker_loop(learner: Learner, on_order: Callable[[Message], None] = lambda order: None) -> None:
@@ -92,7 +91,7 @@ def carry_out(order: Message, learner: Learner, received: Iterator[Message]) -> 
             fields = {"memory_peak_gib": figures["memory_peak_gib"]}
             world.links.send(Message("result", fields, vars(statistics)), 0)
     elif order.kind == SCORE:
-        learner.score(order.arrays["token_ids"], adapters=bool(order.arrays["adapters"]))
+        learner.score(order.arrays["token_ids"], adapters=order.fields["adapters"])
     elif order.kind == USE:
         learner.use(TrainerConfig.model_validate(order.fields["trainer"]))
     elif order.kind in (WEIGHTS, ADAPTER, VALUE_HEAD):

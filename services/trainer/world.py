@@ -1,8 +1,8 @@
 """The ranks of the trainer: their parts of the work, their process groups, and the messages in those groups.
 
 Ranks that share a packed row, or a copy of the weights, have consecutive numbers, because consecutive ranks are usually on one
-node. Rank 0's orders, batches, tensors, checkpoints, and each shared row have separate process groups. A single rank has no
-groups. A message is sent as a JSON header and the bytes of its arrays, never as a pickle.
+node. Rank 0's orders, batches, tensors, checkpoints, and each shared row have separate process groups. A message is sent as a
+JSON header and the bytes of its arrays, never as a pickle.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pipelinerl.errors import ServiceError
 from pipelinerl.service.settings import RankSettings
 
-SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE = "score", "weights", "adapter", "value head", "save"
-HEARTBEAT, END = "beat", "end"
-"""Kinds of rank 0's orders."""
+TRAIN, USE, SCORE, SAVE, HEARTBEAT, END = "train", "use", "score", "save", "beat", "end"
+WEIGHTS, ADAPTER, VALUE_HEAD = "weights", "adapter", "value head"
+"""Kinds of rank 0's orders. The last three order all ranks to gather these parameters."""
+BATCHES = "batches"
+"""Kind of the messages with a step's batches."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class Message:
 
 ORDER_TIMEOUT = timedelta(minutes=30)
 """Maximum time for which a rank waits for rank 0's next message. Rank 0 sends one every `loop.HEARTBEAT_S` seconds, except
-during long computations. The limit only matters if rank 0 vanished without closing its connections."""
+during long computations. The limit only matters if rank 0 loads the model for longer, or vanished without closing its
+connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
 """Maximum duration of a collective on tensors, including the wait for ranks that are still computing."""
 BATCH_TIMEOUT = timedelta(days=3650)
@@ -154,11 +157,6 @@ class World:
         total = values.clone() if self.layout.sequence_index == 0 else torch.zeros_like(values)
         dist.all_reduce(total)
         return total
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's values into every rank's `tensor`."""
-        if self.mesh is not None:
-            dist.broadcast(tensor, 0)
 
 
 def join_ranks(device: torch.device, same: Mapping[str, str] | None = None) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from pipelinerl.service.settings import RankSettings
-from services.trainer.learn.attention import packed_layout, varlen_attention
+from services.trainer.learn.attention import PackedLayout, varlen_attention
 from services.trainer.learn.batch import host_microbatch
 from services.trainer.learn.meter import PhaseTimer, take_memory_peak
-from services.trainer.learn.policy import linear_scores
-from services.trainer.policy_trainer import load_learner, rank_device, sharded_learner
+from services.trainer.learn.policy import Head, linear_scores
+from services.trainer.policy_trainer import load_learner, sharded_learner
 from services.trainer.world import join_ranks, leave_ranks
 from tests.support.learner import model_of, sequences_of
 from tests.unit.ranks import on_ranks
@@ -31,14 +31,14 @@ def test_the_flash_kernel_agrees_with_padded_rows_and_needs_none() -> None:
     lengths = np.array([300, 120, 77, 5])
     shapes = [(1, heads, int(lengths.sum()), 64) for heads in (8, 2, 2)]
     query, key, value = (torch.randn(shape, device="cuda") for shape in shapes)
-    exact, _ = varlen_attention(torch.nn.Identity(), query, key, value, None, packed=packed_layout(lengths, "cuda"))
-    half, layout = [x.bfloat16() for x in (query, key, value)], packed_layout(lengths, "cuda")
+    exact, _ = varlen_attention(torch.nn.Identity(), query, key, value, None, packed=PackedLayout(lengths, "cuda"))
+    half, layout = [x.bfloat16() for x in (query, key, value)], PackedLayout(lengths, "cuda")
     flash, _ = varlen_attention(torch.nn.Identity(), *half, None, packed=layout)
     torch.testing.assert_close(flash.float(), exact, rtol=0, atol=0.03)
     assert "padded" not in vars(layout)
     # The second of two sequences begins with 100 tokens of the first.
     places = np.concatenate((np.arange(300), np.arange(100), np.arange(300, 320)))
-    shared = packed_layout(np.array([300, 120]), "cuda", places)
+    shared = PackedLayout(np.array([300, 120]), "cuda", places)
     exact, _ = varlen_attention(torch.nn.Identity(), *(x[:, :, :320] for x in (query, key, value)), None, packed=shared)
     flash, _ = varlen_attention(torch.nn.Identity(), *(x[:, :, :320] for x in half), None, packed=shared)
     torch.testing.assert_close(flash.float(), exact, rtol=0, atol=0.03)
@@ -51,7 +51,7 @@ def test_compiled_blocks_of_logits_have_the_scores_and_gradients_of_the_others(m
     targets, upstream = torch.randint(0, 5003, (1000,), device="cuda"), torch.randn(2, 1000, device="cuda")
     found = []
     for compiled in (False, True):
-        scores = linear_scores(hidden, weight, None, targets, 1.3, True, max_logits, False, compiled)
+        scores = linear_scores(Head(hidden, weight, None, targets, 1.3, max_logits, False, compiled), True)
         found.append([*scores, *torch.autograd.grad((torch.stack(scores) * upstream).sum(), (hidden, weight))])
     for plain, fused in zip(*found, strict=True):
         torch.testing.assert_close(fused, plain, rtol=2**-7, atol=1e-3)
@@ -123,7 +123,8 @@ def test_sharded_sixteen_bit_is_near_float32(tmp_path: Path) -> None:
 
 
 def _train_sharded(job: Job) -> Result | None:
-    device = rank_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
     join_ranks(device)
     result = train(sharded_learner(job.recipe(), job.folder, device), job)
     leave_ranks()

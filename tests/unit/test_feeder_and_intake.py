@@ -180,10 +180,15 @@ def test_an_actor_is_judged_by_enough_tokens_of_lag_0_and_by_the_share_that_is_o
     assert bounds == {"float32": BOUND_FLOAT32, "bfloat16": BOUND_16_BIT}
     assert bound_of(make_recipe(actor={"engine": {"quantization": "fp8"}})) == BOUND_QUANTIZED
     quarantine = Quarantine(0.1)
-    assert quarantine.judge({"good": (200, 20), "bad": (200, 200), "late": (8, 8)}) == {}
-    assert quarantine.judge({"good": (56, 0), "bad": (56, 0), "late": (8, 0)}) == {"bad": 200 / 256}
-    assert quarantine.judge({"good": (256, 30), "bad": (256, 256), "late": (240, 240)}) == {"good": 30 / 256, "late": 248 / 256}
-    assert Quarantine(0.0).judge({"bad": (256, 256)}) == {}, "off"
+    quarantine.judge({"good": (200, 20), "bad": (200, 200), "late": (8, 8)})
+    assert quarantine.actors == set()
+    quarantine.judge({"good": (56, 0), "bad": (56, 0), "late": (8, 0)})
+    assert quarantine.actors == {"bad"}
+    quarantine.judge({"good": (256, 30), "bad": (256, 256), "late": (240, 240)})
+    assert quarantine.actors == {"bad", "good", "late"}
+    off = Quarantine(0.0)
+    off.judge({"bad": (256, 256)})
+    assert not off.actors
 
 
 async def test_nothing_of_an_actor_in_quarantine_is_trained_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -192,7 +197,7 @@ async def test_nothing_of_an_actor_in_quarantine_is_trained_on(caplog: pytest.Lo
         await one.publish(replace(make_sequence(first, 0), actor="bad"))
         await one.publish(replace(make_sequence(first, 1, reward=0.0), actor="good"))
         await one.until(lambda: len(one.intake.ready) == 1)
-        one.intake.judge_actors({"bad": (256, 256), "good": (256, 0)})
+        one.intake.quarantine.judge({"bad": (256, 256), "good": (256, 0)})
         assert "actor 'bad' is quarantined: 100% of its tokens of lag 0" in caplog.text
         await one.publish(replace(make_sequence(second, 0), actor="bad"))
         await one.publish(replace(make_sequence(second, 1, failure="engine: gone", completion=(), spans=()), actor="bad"))

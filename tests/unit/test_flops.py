@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma2Config, Pre
 
 from pipelinerl.rl.memory import peak_flops
 from pipelinerl.rl.packing import CostModel
-from services.trainer.learn.meter import cost_model_of, mfu
+from services.trainer.learn.meter import cost_model_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -75,13 +75,6 @@ def test_windows_bound_the_layers_that_have_them() -> None:
         flops = cost_of(config)
         assert (flops.per_pair, flops.per_windowed_pair) == (full * 4 * 4 * 16, windowed * 4 * 4 * 16)
         assert flops.window == (8 if windowed else 0)
-
-
-def test_utilization_by_hand() -> None:
-    # 4e15 FLOPs in 2 s on 4 devices of 1e15 FLOP/s
-    assert mfu(4e15, 2.0, 4, 1e15) == 0.5
-    assert mfu(4e15, 2.0, 4, None) is None
-    assert mfu(4e15, 0.0, 4, 1e15) is None
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,10 @@ from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.checkpointer import VALUE_HEAD_FILE, save_value_head
 from services.trainer.checkpoint.state_files import trained_parameters
 from services.trainer.learn import attention
-from services.trainer.learn.attention import VARLEN, packed_layout, varlen_attention
-from services.trainer.learn.batch import TrainingGroup, all_branches, host_microbatch
+from services.trainer.learn.attention import VARLEN, PackedLayout, varlen_attention
+from services.trainer.learn.batch import TrainingGroup, host_microbatch
 from services.trainer.learn.lora import add_adapters
-from services.trainer.learn.model import load_policy, wrap_model
+from services.trainer.learn.model import frozen_copy, load_policy, wrap_model
 from services.trainer.learn.optimizer import learning_rate
 from services.trainer.learn.policy import Float32Head, add_value_head
 from services.trainer.learn.step import Learner, PreparedStep
@@ -97,17 +97,17 @@ def shapes(draw: st.DrawFn) -> list[list[tuple[int, tuple[int, ...]]]]:
     return draw(st.lists(of_one, min_size=1, max_size=4))
 
 
-@given(shapes(), st.integers(1, 9), st.booleans(), st.permutations(range(12)))
+@given(shapes(), st.booleans(), st.permutations(range(12)))
 def test_the_tokens_of_a_micro_batch_are_the_sampled_ones(
-    shape: list[list[tuple[int, tuple[int, ...]]]], pad_multiple: int, share: bool, order: list[int]
+    shape: list[list[tuple[int, tuple[int, ...]]]], share: bool, order: list[int]
 ) -> None:
     """Each with what comes before it in its branch, as the row has it, and with its own log μ, advantage, weight and lag."""
-    every = all_branches([group_of(episodes_of(shape))])
+    every = [branch for episode in episodes_of(shape) for branch in episode.all_branches]
     branches = [every[index] for index in order if index < len(every)]
     spans = [tuple(replace(span, version=place) for place, span in enumerate(one.spans)) for one in branches]
     branches = [replace(one, spans=own) for one, own in zip(branches, spans, strict=True)]
     numbers = np.arange(1.0, len(branches) + 1)
-    batch = host_microbatch(branches, numbers, numbers / 2, 9, pad_multiple, share_prompts=share)
+    batch = host_microbatch(branches, numbers, numbers / 2, 9, share_prompts=share)
     ends = np.cumsum(batch.lengths).tolist()
     for place, index in enumerate(sorted(range(len(branches)), key=lambda index: -branches[index].num_tokens)):
         branch, own = branches[index], batch.branch_index == place
@@ -159,9 +159,9 @@ def test_padding_never_changes_gradients(attention: str, multiple: int) -> None:
     bare = packed_gradients(policy, group_of(sequences), AlgorithmConfig(), budget=40)
     padded = packed_gradients(policy, group_of(sequences), AlgorithmConfig(), budget=40, pad_multiple=multiple)
     assert_same(bare, padded)
-    batch = host_microbatch(sequences, np.ones(6), np.ones(6), 0, multiple)
+    batch = host_microbatch(sequences, np.ones(6), np.ones(6), 0)
     assert len(batch.token_ids) == 55  # without 6 last tokens
-    assert batch.on("cpu").row.input_ids.numel() == -(-55 // multiple) * multiple
+    assert batch.on("cpu", multiple).row.input_ids.numel() == -(-55 // multiple) * multiple
 
 
 def test_a_sliding_window_is_kept_inside_a_sequence() -> None:
@@ -197,7 +197,7 @@ def test_the_flash_kernel_is_given_what_padded_rows_compute(
         return torch.cat(out)
 
     places = np.concatenate((np.arange(9), np.arange(3), np.arange(9, 12))) if shared else None
-    layout = packed_layout(np.array([9, 6] if shared else [7, 5]), "cpu", places)
+    layout = PackedLayout(np.array([9, 6] if shared else [7, 5]), "cpu", places)
     tokens = [torch.randn(1, heads, 12, 8, requires_grad=True) for heads in (4, 2, 2)]
 
     def outputs() -> list[Tensor]:
@@ -214,7 +214,7 @@ def test_the_flash_kernel_is_given_what_padded_rows_compute(
 def test_attention_terms_that_would_be_dropped_and_models_whose_state_crosses_sequences_are_refused() -> None:
     tokens = torch.zeros(1, 2, 3, 4)
     with pytest.raises(FieldError, match="needs softcap: set eager"):
-        varlen_attention(torch.nn.Identity(), tokens, tokens, tokens, None, packed=packed_layout(np.array([3])), softcap=30.0)
+        varlen_attention(torch.nn.Identity(), tokens, tokens, tokens, None, packed=PackedLayout(np.array([3])), softcap=30.0)
     model = build(MambaConfig, MambaForCausalLM, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
     with pytest.raises(FieldError, match=r"MambaForCausalLM scores packed sequences.*; use another architecture"):
         wrap_model(model)
@@ -223,8 +223,8 @@ def test_attention_terms_that_would_be_dropped_and_models_whose_state_crosses_se
 
 
 def test_lengths_apart_are_laid_out_in_blocks_of_similar_ones_once_and_only_when_asked_for() -> None:
-    layout = packed_layout(np.array([40, 21, 19, 3]))
-    assert (layout.longest, layout.cu_seqlens.tolist(), "padded" in vars(layout)) == (40, [0, 40, 61, 80, 83], False)
+    layout = PackedLayout(np.array([40, 21, 19, 3]))
+    assert (layout.cu_seqlens.tolist(), "padded" in vars(layout)) == ([0, 40, 61, 80, 83], False)
     assert layout.blocks == ((2, 40), (1, 19), (1, 3))
     assert layout.padded is layout.padded
 
@@ -236,7 +236,7 @@ def test_a_model_that_does_more_to_its_logits_makes_them_itself_and_gets_no_valu
     model.set_attn_implementation(policy.attention)
     assert_same(expected, packed_gradients(policy, group, AlgorithmConfig()))
     with pytest.raises(FieldError, match=r"algorithm\.advantage = 'value': needs a model with a plain output head"):
-        Learner(policy, AlgorithmConfig(advantage="value"), TrainerConfig())
+        add_value_head(policy)
 
 
 def test_a_model_that_makes_its_logits_itself_has_them_in_float32_too() -> None:
@@ -337,14 +337,15 @@ def test_sequences_of_advantage_zero_have_a_forward_pass_only_and_change_no_figu
     policy.model.set_attn_implementation(policy.attention)
 
     def stepped(**algorithm: Any) -> tuple[Learner, PreparedStep, dict[str, Any]]:
-        learner = Learner(policy, AlgorithmConfig(**algorithm), TrainerConfig(learning_rate=1e-9))
+        trainer = TrainerConfig(learning_rate=1e-9)
+        learner = Learner(policy, AlgorithmConfig(**algorithm), trainer, reference=frozen_copy(policy))
         prepared = learner.prepare([silent, telling], 0)
         return learner, prepared, learner.step(prepared)
 
     learner, prepared, apart = stepped()
-    assert [(batch.has_gradient, batch.num_branches) for batch in prepared.batches] == [(False, 6), (True, 6)]
+    assert [(batch.has_gradient, len(batch.lengths)) for batch in prepared.shares[0]] == [(False, 6), (True, 6)]
     _, everything, together = stepped(entropy_coefficient=1e-12)  # which all of them have
-    assert [batch.has_gradient for batch in everything.batches] == [True]
+    assert [batch.has_gradient for batch in everything.shares[0]] == [True]
     assert apart["skipped"] == together["skipped"] == ""
     for name, figure in told_anywhere(apart).items():
         if figure and name not in ("microbatches", "packing_fill"):
@@ -356,9 +357,9 @@ def test_sequences_of_advantage_zero_have_a_forward_pass_only_and_change_no_figu
     # Other terms of the loss reach them, and a step of nothing else stays a step.
     for other in ({"entropy_coefficient": 0.1}, {"kl_coefficient": 0.1}, {"advantage": "value"}):
         _, prepared, _ = stepped(**other)
-        assert [batch.has_gradient for batch in prepared.batches] == [True], other
+        assert [batch.has_gradient for batch in prepared.shares[0]] == [True], other
     alone = Learner(policy, AlgorithmConfig(), TrainerConfig()).prepare([silent], 0)
-    assert [batch.has_gradient for batch in alone.batches] == [True]
+    assert [batch.has_gradient for batch in alone.shares[0]] == [True]
 
 
 # Scores and metrics
@@ -463,7 +464,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_said(bad: float) -> None:
 
 def test_kl_is_to_the_policy_the_learner_began_with() -> None:
     policy = wrap_model(model_of("llama-tied"))
-    learner = Learner(policy, AlgorithmConfig(kl_coefficient=1e-3), TrainerConfig(learning_rate=1e-3))
+    algorithm, reference = AlgorithmConfig(kl_coefficient=1e-3), frozen_copy(policy)
+    learner = Learner(policy, algorithm, TrainerConfig(learning_rate=1e-3), reference=reference)
     group = group_of(on_policy(policy, sequences_of(LENGTHS)))
     divergences = [learner.step(learner.prepare([group], version))["reference_kl"] for version in range(3)]
     assert divergences[0] == pytest.approx(0.0, abs=1e-6)
@@ -625,6 +627,7 @@ def test_the_context_chooses_the_rotary_embedding_of_longrope_as_in_vllm(max_con
 
 def test_a_value_head_learns_what_rewards_are_and_the_policy_what_is_better() -> None:
     policy = wrap_model(model_of("llama-tied"))
+    add_value_head(policy)
     algorithm = AlgorithmConfig(advantage="value", value_coefficient=1.0)
     rates = {"learning_rate": 3e-3, "value_learning_rate": 3e-3}
     learner = Learner(policy, algorithm, TrainerConfig(tokens_per_microbatch=64, **rates))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from services.trainer.learn.model import wrap_model
-from services.trainer.learn.policy import is_plain_linear, linear_scores
+from services.trainer.learn.policy import Head, is_plain_linear, linear_scores
 from tests.support.learner import model_of
 
 
@@ -60,7 +60,8 @@ def naive(inputs: Case, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 def blockwise(inputs: Case, temperature: float, entropy_grad: bool, max_logits: int) -> tuple[Tensor, Tensor]:
-    return linear_scores(inputs.hidden, inputs.weight, inputs.bias, inputs.targets, temperature, entropy_grad, max_logits)
+    head = Head(inputs.hidden, inputs.weight, inputs.bias, inputs.targets, temperature, max_logits)
+    return linear_scores(head, entropy_grad)
 
 
 def gradients(inputs: Case, scores: tuple[Tensor, Tensor], entropy_grad: bool, **options: Any) -> list[Tensor]:
@@ -100,13 +101,13 @@ def test_scores_by_hand(max_logits: int) -> None:
     """Logits (0, log 3, 0) at temperature 1/2 are (0, 2 log 3, 0): probabilities 1/11, 9/11, 1/11. Logits far apart neither
     overflow nor vanish: of 2000, −3000 and 1999 the first has probability 1 / (1 + 1/e)."""
     weight = torch.tensor([[0.0], [math.log(3.0)], [0.0]])
-    logprobs, entropy = linear_scores(torch.ones(2, 1), weight, None, torch.tensor([1, 2]), 0.5, max_logits=max_logits)
+    logprobs, entropy = linear_scores(Head(torch.ones(2, 1), weight, None, torch.tensor([1, 2]), 0.5, max_logits))
     assert logprobs.tolist() == pytest.approx([math.log(9 / 11), math.log(1 / 11)], abs=1e-6)
     by_hand = -(9 / 11 * math.log(9 / 11) + 2 / 11 * math.log(1 / 11))
     assert entropy.tolist() == pytest.approx([by_hand, by_hand], abs=1e-6)
 
     weight = torch.tensor([[2000.0], [-3000.0], [1999.0]])
-    logprobs, entropy = linear_scores(torch.ones(2, 1), weight, None, torch.tensor([0, 1]), 1.0, max_logits=max_logits)
+    logprobs, entropy = linear_scores(Head(torch.ones(2, 1), weight, None, torch.tensor([0, 1]), 1.0, max_logits))
     p = 1 / (1 + math.exp(-1.0))
     assert logprobs.tolist() == pytest.approx([math.log(p), -5000.0 + math.log(p)])
     assert entropy[0].item() == pytest.approx(-(p * math.log(p) + (1 - p) * math.log(1 - p)), abs=1e-5)
@@ -127,7 +128,7 @@ def test_without_gradients_nothing_is_kept() -> None:
     with torch.no_grad():
         scores = blockwise(inputs, 1.0, True, 10**6)
     assert all(score.grad_fn is None and not score.requires_grad for score in scores)
-    frozen = linear_scores(inputs.hidden.detach(), inputs.weight.detach(), None, inputs.targets, 1.0)
+    frozen = linear_scores(Head(inputs.hidden.detach(), inputs.weight.detach(), None, inputs.targets))
     assert not frozen[0].requires_grad
     torch.testing.assert_close(scores[0], naive(inputs, 1.0)[0])
 
@@ -232,8 +233,8 @@ def test_logits_of_sixteen_bit_inputs_are_not_rounded_unless_asked(max_logits: i
     with torch.no_grad():
         logits = nn.functional.linear(*(leaf.double() for leaf in inputs.leaves))
         exact = torch.log_softmax(logits, -1).gather(1, inputs.targets[:, None])[:, 0]
-        arguments = (inputs.hidden, inputs.weight, inputs.bias, inputs.targets, 1.0, False, max_logits)
-        wide, rounded = (linear_scores(*arguments, rounded)[0].double() for rounded in (False, True))
+        arguments = (inputs.hidden, inputs.weight, inputs.bias, inputs.targets, 1.0, max_logits)
+        wide, rounded = (linear_scores(Head(*arguments, rounded))[0].double() for rounded in (False, True))
     assert float((wide - exact).abs().max()) < 2e-5
     assert 0.005 < float((rounded - exact).abs().mean()) < 0.05
 

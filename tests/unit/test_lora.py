@@ -60,7 +60,7 @@ def adapted(family: str, lora: LoraConfig = RANK_4, **options: Any) -> Policy:
 
 def learner(policy: Policy, **algorithm: Any) -> Learner:
     trainer = TrainerConfig(learning_rate=2e-2, tokens_per_microbatch=64, lora=RANK_4)
-    return Learner(policy, AlgorithmConfig(**algorithm), trainer)
+    return Learner(policy, AlgorithmConfig(**algorithm), trainer, reference=policy)
 
 
 def train(policy: Policy, steps: int = 3, **algorithm: Any) -> Learner:

@@ -26,7 +26,7 @@ from services.trainer.learn.attention import RowPart, key_repeats
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.lora import whole
 from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS
-from services.trainer.learn.step import TRAIN, Learner
+from services.trainer.learn.step import Learner
 from services.trainer.policy_trainer import load_learner, sharded_learner, weight_sender
 from services.trainer.worker import carry_out, receive_batches, worker_loop
 from services.trainer.world import (
@@ -34,6 +34,7 @@ from services.trainer.world import (
     END,
     HEARTBEAT,
     TENSOR_TIMEOUT,
+    TRAIN,
     VALUE_HEAD,
     WEIGHTS,
     Links,
@@ -88,13 +89,12 @@ def train(learner: Learner, job: Job) -> Result | None:
             groups[0].advantages[3] = np.nan
         if job.groups > 1:
             groups = split(groups[0], job.groups)
-        prepared = learner.prepare(groups, version)
-        learner.send_batches(prepared)  # those of the last step arrive, but are never computed
+        prepared = learner.prepare(groups, version)  # batches of the last step arrive, but are never computed
         steps.append(prepared)
         if version == 2:
             break
         microbatches.append(len(prepared.shares[0]))
-        assert (job.groups > 1) == any(not batch.has_gradient for batch in prepared.batches)
+        assert (job.groups > 1) == any(not batch.has_gradient for batch in prepared.shares[0])
     for prepared in steps[:2]:
         outcomes.append(learner.step(prepared))
         learner.order(HEARTBEAT)

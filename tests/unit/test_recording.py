@@ -285,7 +285,7 @@ def arguments(run: Path, **options: Any) -> Namespace:
 def test_a_replayed_step_has_the_settings_of_its_own_time() -> None:
     learner = Learner(wrap_model(model_of("llama-tied")), AlgorithmConfig(), TrainerConfig(learning_rate=1e-3))
     group = group_of(sequences_of([(3, 7), (3, 5), (3, 4)]))
-    assert len(learner.prepare([group], 0).batches) == 1
+    assert len(learner.prepare([group], 0).shares[0]) == 1
     learner.use(TrainerConfig(learning_rate=1e-2, tokens_per_microbatch=16))  # as after a resume with other settings
     prepared = learner.prepare([group], 0)
-    assert (len(prepared.batches), learner.step(prepared)["learning_rate"]) == (2, 1e-2)
+    assert (len(prepared.shares[0]), learner.step(prepared)["learning_rate"]) == (2, 1e-2)

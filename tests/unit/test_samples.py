@@ -14,7 +14,7 @@ from pipelinerl.messages.sequences import Turn, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.run_summary import to_json
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS, sampled_branches, sampled_sequences
+from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS, sampled_sequences
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.reporting.samples import MOST_TOKENS, Sample, sample_of, token_pieces, without_tokens
@@ -39,14 +39,6 @@ def groups_of(lengths: list[tuple[int, int]], size: int) -> list[TrainingGroup]:
 
 
 # Weights
-
-
-def test_branches_of_samples_are_counted_over_all_groups() -> None:
-    """Of two groups sequences 0 and 2 are sampled; of the first alone, 0 and 1. The last episode has two branches."""
-    groups = groups_of([(3, 2), (1, 9), (1, 4), (4, 1)], size=2)
-    assert sampled_branches(groups) == {"g.0": [0], "g.2": [2]}
-    assert sampled_branches(groups[:1]) == {"g.0": [0], "g.1": [1]}
-    assert sampled_branches([group_of([episodes_of(EPISODES)[3]])]) == {"g.3": [0, 1]}
 
 
 def test_the_first_sequence_and_one_that_spans_versions_are_sampled() -> None:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,6 @@ def is_right(terms: Mapping[str, float], correct_reward: float) -> bool:
     return earned is not None and earned >= correct_reward * (1 - 1e-9)
 
 
-def reason_left_out(answer: Sequence | None) -> str:
-    """Return why an answer does not count in the accuracy; empty if it counts."""
-    if answer is None:
-        return "no answer"
-    return "" if not answer.failure or answer.failure == EMPTY_COMPLETION else short_reason(answer.failure)
-
-
 @dataclass(frozen=True)
 class HeldoutResult:
     """Result of an evaluation. `overall`: accuracy over the recipe's tasks. `sets`: accuracy of each problem set. `num_tokens`:
@@ -142,10 +135,9 @@ class Evaluator:
 
         async def ask(name: str, address: str, asked: list[int]) -> None:
             about: a.Attributes = {a.ACTOR: name, **a.rpc("pipelinerl.v1.ActorService/Generate")}
-            calling = child(trace, "evaluation.generate", kind=SpanKind.CLIENT, attributes=about)
             try:
                 request, numbers = self._request(asked, version)
-                with calling as span:
+                with child(trace, "evaluation.generate", kind=SpanKind.CLIENT, attributes=about) as span:
                     metadata = tuple(headers_of(trace_of(span)).items())
                     async with self._calls_to(name, address) as stub:
                         async for result in stub.Generate(request, timeout=self._timeout_s, metadata=metadata):
@@ -196,11 +188,9 @@ class Evaluator:
         )
 
     def _by_task(self, numbers: Iterable[int]) -> dict[str, list[int]]:
-        """Group the numbers of answers by problem set: a task, or one of `evaluation.sets`."""
-        found: dict[str, list[int]] = {}
-        for number in numbers:
-            found.setdefault(self._problems[number].task, []).append(number)
-        return found
+        """Group ascending numbers of answers by problem set: a task, or one of `evaluation.sets`. The problems of a set are
+        adjacent."""
+        return {name: list(own) for name, own in groupby(numbers, key=lambda number: self._problems[number].task)}
 
     def _is_of(self, version: int, answer: Sequence) -> bool:
         """Return whether to accept an answer: yes if it failed or `version` sampled all of it. Others are requested again."""
@@ -214,13 +204,14 @@ class Evaluator:
         return True
 
     def _result(self, version: int, answers: Mapping[int, Sequence]) -> HeldoutResult:
-        reasons = [reason_left_out(answers.get(number)) for number in range(len(self._problems))]
-        told = dict(Counter(filter(None, reasons)))
+        failures = [answers[one].failure if one in answers else "no answer" for one in range(len(self._problems))]
+        left_out = ["" if failure in ("", EMPTY_COMPLETION) else short_reason(failure) for failure in failures]
+        told = dict(Counter(filter(None, left_out)))
         by_set: dict[str, list[list[bool | None]]] = {}
         sets: dict[str, Accuracy] = {}
         for name, numbers in self._by_task(range(len(self._problems))).items():
             correct = self._recipe.problem_sets[name].reward.correct
-            right = [None if reasons[one] else is_right(answers[one].reward_components, correct) for one in numbers]
+            right = [None if left_out[one] else is_right(answers[one].reward_components, correct) for one in numbers]
             by_set[name] = [right[first : first + self._samples] for first in range(0, len(right), self._samples)]
             if (accuracy := accuracy_of(by_set[name])) is not None:
                 reported = means_of(answers[one].reported for one in numbers if one in answers and not answers[one].failure)
@@ -240,7 +231,7 @@ class Evaluator:
         return in_turn[: max(4, len(by_set))]
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
-        """Compare the trainer's scores `trained` with those of actors that serve `version`. Return None if no actor answers."""
+        """Compare the trainer's scores `trained` with those of actors that serve `version`. Return None if none answers."""
         members = self._updater.serving
         wanted = PolicyVersion(self._incarnation, version)
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
@@ -310,7 +301,7 @@ def compare(
     served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False, base: Logprobs | None = None
 ) -> Parity:
     """Compare the actors' scores, by name, with those of the trainer, and log each problem. `of_median`: apply the tolerance to
-    the median token instead of every token. `base`: log-probabilities before training. Even a change from `base` to `trained`
+    the median token instead of every token. `base`: the trainer's first scores. Even a change from `base` to `trained`
     that is below the tolerance must be visible in each actor's scores."""
     differences: list[float] = []
     problems: list[str] = []

@@ -1,8 +1,8 @@
 """Issue as many prompt groups as the staleness bound and the freshness limit allow, and tokenise problems into prompts.
 
-The limits are checked after a new version, a lost group, the arrival of a sequence, or the start of an optimizer step. A group
-enters the ledger before it is published, so no unknown sequence can arrive. Its number is reserved on disk even earlier, so a
-restarted trainer knows which groups may have been published.
+The limits are checked after a new version, the departure of an actor, a lost group, the arrival of a sequence, or the start of
+an optimizer step. A group enters the ledger before it is published, so no unknown sequence can arrive. Its number is reserved
+on disk even earlier, so a restarted trainer knows which groups may have been published.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from pipelinerl.audit.journal import Journal
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import group_id_of
-from pipelinerl.errors import MessageError, PayloadTooLarge, UserError
+from pipelinerl.errors import FieldError, MessageError, PayloadTooLarge, UserError
 from pipelinerl.messages.sequences import PromptGroup, SamplingParams, encode_group
 from pipelinerl.prompts import answer_end, control_tokens, encoded_prompt
 from pipelinerl.recipe.fields import ProblemSet, Recipe
@@ -68,11 +68,6 @@ _TOKEN_BYTES = 16
 _GROUP_ID = re.compile(r"g([0-9]{8,18})")
 
 
-ProblemStream = Callable[[int], PromptGroup]
-"""Function from a number to the training problem with this number, as a prompt group (`encode`). Runs with the same seed have
-the same problems."""
-
-
 @dataclass(frozen=True)
 class GroupTokens:
     """Tokens that prove that an actor received a group. A token is a MAC of the group's id with the secret `key` (32 bytes)."""
@@ -98,7 +93,7 @@ class Feeder:
         self,
         bus: Bus,
         recipe: Recipe,
-        problems: ProblemStream,
+        problems: Callable[[int], PromptGroup],
         tracker: SequenceTracker,
         traces: SequenceTraces,
         updater: WeightUpdater,
@@ -225,19 +220,14 @@ class Feeder:
         self.tracker.refuse(group, reason)
         self.refused.setdefault(reason, f"{reason}: problem {group.problem_index} of {group.task}: {detail}")
         self._unusable_in_a_row += 1
-        if self._unusable_in_a_row >= MOST_UNUSABLE_IN_A_ROW:
-            raise UserError(unusable_prompts(self._recipe, group.task, reason, detail))
-
-
-def unusable_prompts(recipe: Recipe, task: str, reason: str, detail: str) -> str:
-    count = f"the last {MOST_UNUSABLE_IN_A_ROW} prompts"
-    if reason == "prompt too long":
-        return (
-            f"model.max_context = {recipe.model.max_context}: {count} did not fit; raise it, or choose a task with "
-            "shorter prompts"
-        )
-    fix = "raise max_payload of nats-server, or shorten the problems" if "too large" in reason else "correct the problems"
-    return f"task {task!r}: {count} could not be published; the last error is: {detail}; {fix}"
+        if self._unusable_in_a_row < MOST_UNUSABLE_IN_A_ROW:
+            return
+        count = f"the last {MOST_UNUSABLE_IN_A_ROW} prompts"
+        if reason == "prompt too long":
+            fix = f"{count} did not fit; raise it, or choose a task with shorter prompts"
+            raise FieldError("model.max_context", self._recipe.model.max_context, fix)
+        fix = "raise max_payload of nats-server, or shorten the problems" if "too large" in reason else "correct the problems"
+        raise UserError(f"task {group.task!r}: {count} could not be published; the last error is: {detail}; {fix}")
 
 
 def group_seed(run_seed: int, group_number: int) -> int:
@@ -245,8 +235,9 @@ def group_seed(run_seed: int, group_number: int) -> int:
     return int(np.random.SeedSequence((run_seed, group_number)).generate_state(1, np.uint64)[0] >> 2) or 1
 
 
-def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ProblemStream:
-    """Return the feeder's stream of problems. Raises `FieldError` or `UserError` if a task cannot be used."""
+def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[int], PromptGroup]:
+    """Return the function from a number to the training problem with this number (`encode`). Runs with the same seed have the
+    same problems. Raises `FieldError` or `UserError` if a task cannot be used."""
     shares = list(recipe.mixture.values())
     sources = [make_source(share.task, recipe.seed) for share in shares]
     interleaving = Interleaving([share.weight for share in shares])

@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
 """Default of `trainer.give_up_after_groups`: as many as `STEPS_IN_A_ROW` steps need, but at least `FEWEST_IN_A_ROW`."""
 MOST_IN_VAIN = 16
-"""The run ends if a task's first `MOST_IN_VAIN + sampling.group_size` rewards all time out."""
+"""A run that was not resumed ends if a task's first `MOST_IN_VAIN + sampling.group_size` rewards all time out. Tasks with a
+judge are exempt."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",
@@ -136,7 +137,12 @@ class Intake:
         """Wait for the groups of the step at `version`. In conventional mode, they are the next part of the phase."""
         num_groups, grown = groups.groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
-            self._phase.append(await self._take_group(version))
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.ready)
+            if (group := self._fresh(self.ready.popleft(), version)) is None:
+                self._feeder.look_again()
+                continue
+            self._phase.append(group)
             grown = True
         if grown and self._recipe.mode == "conventional":
             random.Random(f"{self._recipe.seed}/{version}").shuffle(self._phase)  # the same order after a restart
@@ -167,14 +173,6 @@ class Intake:
         for sequence in held.open:
             completed = self._tracker.arrive(sequence)
             assert not completed, f"group {sequence.group_id} was held as incomplete"
-
-    def judge_actors(self, tokens: Mapping[str, tuple[int, int]]) -> None:
-        """Quarantine an actor if too many of its tokens of lag 0 contradict the trainer's policy. `tokens`: `LAG_0_TOKENS`."""
-        for actor, share in self.quarantine.judge(tokens).items():
-            log.error(
-                f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 do not have the "
-                "log-probability that their version gives them; its sequences fail until the trainer restarts"
-            )
 
     async def fail_missing(self, group_id: str, failure: str) -> None:
         """Record the missing samples of an open group as failed. The samples that have arrived are trained on if possible."""
@@ -248,10 +246,10 @@ class Intake:
         """Return a complete group's trainable samples; empty if the group is lost. Raises `UserError` after too many losses."""
         algorithm, good = self._recipe.algorithm, tuple(sample for sample in samples if not sample.failure)
         if len(good) < groups.smallest_group(algorithm.advantage):
-            self._lose(good, Outcome.FAILED, "group incomplete")
+            self._tracker.lose(good, Outcome.FAILED, "group incomplete")
             self._lost_reasons.update(short_reason(sample.failure) for sample in samples if sample.failure)
         elif algorithm.filter_equal_rewards and groups.equally_right(good):
-            self._lose(good, Outcome.DROPPED_FILTERED, "equal rewards")
+            self._tracker.lose(good, Outcome.DROPPED_FILTERED, "equal rewards")
             self._lost_reasons["equal rewards"] += 1
         else:
             self._lost_in_a_row = 0
@@ -263,14 +261,6 @@ class Intake:
             raise UserError(lost_groups_message(self._lost_in_a_row, self._lost_reasons, self.failures))
         return ()
 
-    async def _take_group(self, version: int) -> TrainingGroup:
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self.ready)
-                group = self._fresh(self.ready.popleft(), version)
-            if group is not None:
-                return group
-
     def _fresh(self, sequences: tuple[Sequence, ...], version: int) -> TrainingGroup | None:
         """Close stale samples and those of quarantined actors. Return the other samples; None if too few are left."""
         algorithm = self._recipe.algorithm
@@ -278,7 +268,7 @@ class Intake:
             self._tracker.close(refused, Outcome.FAILED, QUARANTINED)
             sequences = tuple(sequence for sequence in sequences if sequence not in refused)
             if len(sequences) < groups.smallest_group(algorithm.advantage):
-                self._lose(sequences, Outcome.FAILED, "group incomplete")
+                self._tracker.lose(sequences, Outcome.FAILED, "group incomplete")
                 return None
         rewards = [sequence.reward for sequence in sequences]
         advantages = groups.group_advantages(rewards, algorithm.advantage, algorithm.normalize_std)
@@ -293,13 +283,9 @@ class Intake:
             else:
                 self._tracker.close([sequence], Outcome.DROPPED_STALE, reason.value)
         if not kept:
-            self._lose((), Outcome.DROPPED_STALE, "")
+            self._tracker.lose((), Outcome.DROPPED_STALE, "")
             return None
         return TrainingGroup(tuple(sequences[index] for index in kept), advantages[kept])
-
-    def _lose(self, sequences: tuple[Sequence, ...], outcome: Outcome, reason: str) -> None:
-        self._tracker.lose(sequences, outcome, reason)
-        self._feeder.look_again()
 
 
 FEWEST_TOKENS = 256
@@ -324,10 +310,9 @@ class Quarantine:
         """Return why the sequence must not be trained on; empty if its actor is not in quarantine."""
         return f"{QUARANTINED}: {sequence.actor}" if sequence.actor in self.actors else ""
 
-    def judge(self, tokens: Mapping[str, tuple[int, int]]) -> dict[str, float]:
-        """Count one step's tokens of lag 0. `tokens`: for each actor, how many there are, and how many are beyond the bound.
-        Return the newly quarantined actors, each with its share of tokens beyond the bound."""
-        found = {}
+    def judge(self, tokens: Mapping[str, tuple[int, int]]) -> None:
+        """Count one step's tokens of lag 0, and quarantine an actor if too many are beyond the bound. `tokens`: for each actor,
+        how many there are, and how many are beyond the bound (`LAG_0_TOKENS`)."""
         for actor, (seen, off) in tokens.items():
             self._seen[actor] += seen
             self._off[actor] += off
@@ -335,5 +320,7 @@ class Quarantine:
                 share = self._off.pop(actor, 0) / self._seen.pop(actor)
                 if 0 < self._share < share and actor not in self.actors:
                     self.actors.add(actor)
-                    found[actor] = share
-        return found
+                    log.error(
+                        f"actor {actor!r:.100} is quarantined: {share:.0%} of its tokens of lag 0 do not have the "
+                        "log-probability that their version gives them; its sequences fail until the trainer restarts"
+                    )

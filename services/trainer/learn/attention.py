@@ -130,13 +130,16 @@ class PackedLayout:
 
     lengths: NDArray[np.int64]
     """[sequences], including prompts. Descending order is the most efficient."""
-    cu_seqlens: Tensor
-    """int32[sequences + 1]: cumulative lengths. The last is T, or more if sequences share tokens."""
-    longest: int
+    device: torch.device | str = "cpu"
     places: NDArray[np.int64] | None = None
     """[sum of lengths]: each token's position in the row, sequence after sequence. None if no tokens are shared."""
     part: RowPart | None = None
     """Set if ranks share the row: each rank attends to all tokens with a part of the heads."""
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Return the cumulative lengths, int32[sequences + 1]. The last is T, or more if sequences share tokens."""
+        return on_device(np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int32), self.device)
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
@@ -153,7 +156,6 @@ class PackedLayout:
 
     @cached_property
     def padded(self) -> Slots:
-        """Return the slots of all blocks."""
         row_tokens = np.repeat([tokens for _, tokens in self.blocks], [rows for rows, _ in self.blocks])
         return self._slots(np.cumsum(row_tokens) - row_tokens, int(row_tokens.sum()))
 
@@ -169,14 +171,7 @@ class PackedLayout:
         sources[slots] = places
         order = np.argsort(places, kind="stable")
         by_token, begins = slots[order], np.flatnonzero(np.diff(places[order], prepend=-1))
-        return Slots(*(on_device(x, self.cu_seqlens.device) for x in (sources, by_token[begins], by_token, begins)))
-
-
-def packed_layout(
-    lengths: NDArray[np.int64], device: torch.device | str = "cpu", places: NDArray[np.int64] | None = None
-) -> PackedLayout:
-    cu_seqlens = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    return PackedLayout(lengths, on_device(cu_seqlens, device), int(lengths.max()), places)
+        return Slots(*(on_device(x, self.device) for x in (sources, by_token[begins], by_token, begins)))
 
 
 def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -227,7 +222,7 @@ def _attend_flash(
 
     if layout.places is not None:
         query, key, value = (_ToSlots.apply(x, layout.unpadded) for x in (query, key, value))
-    ends, longest, gqa = layout.cu_seqlens, layout.longest, query.shape[1] != key.shape[1]
+    ends, longest, gqa = layout.cu_seqlens, int(layout.lengths.max()), query.shape[1] != key.shape[1]
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=window, enable_gqa=gqa)
     assert isinstance(out, Tensor)
@@ -266,6 +261,6 @@ def forward_arguments(attention: str, layout: PackedLayout) -> dict[str, Any]:
     if attention == VARLEN:
         return {"packed": layout}
     if attention == "flash_attention_2":
-        seqlens, longest = layout.cu_seqlens, layout.longest
+        seqlens, longest = layout.cu_seqlens, int(layout.lengths.max())
         return {"cu_seq_lens_q": seqlens, "cu_seq_lens_k": seqlens, "max_length_q": longest, "max_length_k": longest}
     return {}

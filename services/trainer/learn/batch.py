@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.messages.sequences import Branch, Sequence
-from services.trainer.learn.attention import PackedLayout, on_device, packed_layout, ranges
+from services.trainer.learn.attention import PackedLayout, on_device, ranges
 
 
 def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: str) -> NDArray[np.float64]:
@@ -40,10 +40,6 @@ class TrainingGroup:
 
     sequences: tuple[Sequence, ...]
     advantages: NDArray[np.float64]
-
-
-def all_branches(groups: Iterable[TrainingGroup]) -> list[Branch]:
-    return [branch for group in groups for sequence in group.sequences for branch in sequence.all_branches]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,18 +83,16 @@ class HostMicroBatch:
     """[S]: number of the actor that sampled the branch (`PreparedStep.actors`)."""
     reported: NDArray[np.int64]
     """[S]: position of the branch in the step if rank 0 needs the log weights of its tokens, else -1."""
-    num_branches: int
-    pad_multiple: int
-    """The model gets a row that is padded to a multiple of this number of tokens."""
     has_gradient: bool = True
     """True if any token's loss may have a gradient. All ranks have the same value."""
 
-    def on(self, device: torch.device | str) -> MicroBatch:
+    def on(self, device: torch.device | str, pad_multiple: int = 1) -> MicroBatch:
+        """Return the micro-batch on `device`, with a row padded to a multiple of `pad_multiple` tokens."""
         names = ("predictors", "targets", "behaviour_logprobs", "advantages", "weights", "branch_index")
         tensors = {name: on_device(getattr(self, name), device) for name in names}
-        row = token_row(self.token_ids, self.lengths, self.pad_multiple, device, self.places)
+        row = token_row(self.token_ids, self.lengths, pad_multiple, device, self.places)
         row = replace(row, predictors=self.predictors)
-        return MicroBatch(row=row, num_branches=self.num_branches, has_gradient=self.has_gradient, **tensors)
+        return MicroBatch(row=row, num_branches=len(self.lengths), has_gradient=self.has_gradient, **tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,16 +124,8 @@ def token_row(
         lengths, places = np.append(lengths, padding), np.append(places, np.arange(num_tokens, num_tokens + padding))
     positions = np.empty(len(token_ids), dtype=np.int64)
     positions[places] = ranges(np.zeros_like(lengths), lengths)
-    shared = len(places) > len(token_ids)
-    return TokenRow(
-        on_device(token_ids[None], device),
-        on_device(positions[None], device),
-        packed_layout(lengths, device, places if shared else None),
-    )
-
-
-def row_order(branches: list[Branch]) -> list[int]:
-    return sorted(range(len(branches)), key=lambda index: (-branches[index].num_tokens, index))
+    layout = PackedLayout(lengths, device, places if len(places) > len(token_ids) else None)
+    return TokenRow(on_device(token_ids[None], device), on_device(positions[None], device), layout)
 
 
 def host_microbatch(
@@ -147,18 +133,17 @@ def host_microbatch(
     advantages: NDArray[np.float64],
     weights: NDArray[np.float64],
     version: int,
-    pad_multiple: int = 1,
     *,
     share_prompts: bool = False,
     has_gradient: bool = True,
     actors: NDArray[np.int64] | None = None,
     reported: NDArray[np.int64] | None = None,
 ) -> HostMicroBatch:
-    """Pack `branches` into a row, in `row_order`. The given arrays have one entry per branch. `version`: policy version of the
+    """Pack `branches` into a row, longest first. The given arrays have one entry per branch. `version`: policy version of the
     gradient. `share_prompts`: put a prompt of several branches into the row only once. `branches` may be empty, because a rank
     may run out of them before the others; the row is then only padding."""
     given = list(branches)
-    order = row_order(given)
+    order = sorted(range(len(given)), key=lambda index: -given[index].num_tokens)
     members = [given[index] for index in order]
     prompts = np.array([len(member.prompt_token_ids) for member in members], dtype=np.int64)
     completions = np.array([len(member.completion_token_ids) for member in members], dtype=np.int64)
@@ -188,8 +173,6 @@ def host_microbatch(
         lags=lags,
         actors=np.zeros(len(members), dtype=np.int64) if actors is None else actors[order],
         reported=np.full(len(members), -1) if reported is None else reported[order],
-        num_branches=len(members),
-        pad_multiple=pad_multiple,
         has_gradient=has_gradient,
     )
 

@@ -1,7 +1,7 @@
 """Losses as pure functions over the sampled tokens of a micro-batch.
 
 The loss is the weighted sum of a term for each token. The denominators of the weights are totals of the whole optimizer step,
-so the number of micro-batches and ranks does not change a gradient. Log importance weights log π − log μ are unclamped.
+so the number of micro-batches and ranks does not change a gradient.
 
 A mask excludes tokens from the policy loss if π is too far from μ, because of policy lag or numerical differences. Masked
 tokens still count in the denominators, in ESS, and in the KL and entropy terms. Losses and masks over whole sequences treat
@@ -32,13 +32,14 @@ def branch_means(values: Tensor, batch: MicroBatch) -> Tensor:
 
 def icepop(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
     """Mask tokens with π / μ outside [mask_low, mask_high] (IcePop, arXiv 2510.18855, without the weighting by π / μ)."""
-    return _outside(log_weights, config)
+    low = math.log(config.mask_low) if config.mask_low > 0 else -math.inf
+    return (log_weights < low) | (log_weights > math.log(config.mask_high))
 
 
 def mask_sequence(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
     """Mask whole branches whose geometric mean of π / μ is outside [mask_low, mask_high]: Liu, Li et al., "When Speed Kills
     Stability" (https://richardli.xyz/rl-collapse), part 3."""
-    return _outside(branch_means(log_weights, batch), config)
+    return icepop(branch_means(log_weights, batch), batch, config)
 
 
 def off_policy_sequence(log_weights: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
@@ -54,11 +55,6 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "off_policy_sequence": off_policy_sequence,
 }
 """Functions from log π − log μ [C] in nats to bool[C]; True excludes the token. NaN gives False, so the loss becomes NaN."""
-
-
-def _outside(log_ratios: Tensor, config: AlgorithmConfig) -> Tensor:
-    low = math.log(config.mask_low) if config.mask_low > 0 else -math.inf
-    return (log_ratios < low) | (log_ratios > math.log(config.mask_high))
 
 
 LARGEST_LOG_RATIO = 20.0
@@ -80,10 +76,6 @@ class LossOutput:
     """bool[C]: `algorithm.mask` excludes the token from the policy loss."""
     value_loss: Tensor
     """Weighted sum of 0.5 (v − R)², without the coefficient; 0 without a value head."""
-
-
-PolicyTerm = Callable[[Tensor, MicroBatch, AlgorithmConfig], tuple[Tensor, Tensor]]
-"""Function from log π [C] to (per-token loss before weighting, clipped), each [C]."""
 
 
 def reinforce(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -123,14 +115,15 @@ def _clipped(log_ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> 
     return -torch.minimum(free, cut), (cut < free).detach()
 
 
-POLICY_TERMS: dict[str, PolicyTerm] = {
+POLICY_TERMS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], tuple[Tensor, Tensor]]] = {
     "reinforce": reinforce,
     "ppo_clip": ppo_clip,
     "grpo": ppo_clip,
     "gspo": gspo,
     "cispo": cispo,
 }
-"""GRPO has PPO's policy term. It differs in advantages and normalisation, whose defaults `AlgorithmConfig` sets."""
+"""Functions from log π [C] to (per-token loss before weighting, clipped), each [C]. GRPO has PPO's policy term. It differs in
+advantages and normalisation, whose defaults `AlgorithmConfig` sets."""
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -161,10 +154,8 @@ def compute_loss(
         loss = loss + config.kl_coefficient * reference_kl
     if config.entropy_coefficient > 0:
         loss = loss - config.entropy_coefficient * (batch.weights * scores.entropy).sum()
-    if scores.values is not None:
-        loss = loss + config.value_coefficient * value_loss
     return LossOutput(
-        loss=loss,
+        loss=loss + config.value_coefficient * value_loss,
         reference_kl=reference_kl.detach(),
         log_weights=log_weights,
         clipped=clipped & ~masked,

@@ -67,11 +67,6 @@ def cost_model_of(model: PreTrainedModel) -> CostModel:
     )
 
 
-def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
-    """Return model FLOPs utilization, relative to `num_devices` with `peak` FLOP/s each; None if the peak is unknown."""
-    return None if peak is None or seconds <= 0 else flops / (seconds * num_devices * peak)
-
-
 PROCESS_STATUS = Path("/proc/self/status")
 
 
@@ -160,17 +155,8 @@ def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
 
 
-def sampled_branches(groups: list[TrainingGroup]) -> dict[str, list[int]]:
-    """Return the positions in `all_branches(groups)` of the branches of each of `sampled_sequences`, by sequence id."""
-    owners = [sequence.sequence_id for group in groups for sequence in group.sequences for _ in sequence.all_branches]
-    names = (sequence.sequence_id for sequence in sampled_sequences(groups))
-    return {name: [branch for branch, owner in enumerate(owners) if owner == name] for name in names}
-
-
 LARGEST_LOG_WEIGHT = 80.0
 """Bound on log w in means of w, which could otherwise overflow (e^80 is 5e34). The ESS does not need it."""
-
-
 EQUAL = 1e-12
 """Variance, relative to the mean square, below which returns count as equal. Rounding causes about 1e-16."""
 

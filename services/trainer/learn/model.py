@@ -71,7 +71,7 @@ def wrap_model(
     model: PreTrainedModel, attention: str = "auto", *, gradient_checkpointing: bool = False, float32_head: bool = True
 ) -> Policy:
     """Return a policy of `model`. With `attention` `auto`, use this project's attention, or `eager` if the former does not
-    reproduce the model's log-probabilities."""
+    reproduce the model's log-probabilities. Raises the `FieldError` of `checked_policy`."""
     _prepare(model, gradient_checkpointing)
     if attention != "auto":
         return checked_policy(model, attention, float32_head)

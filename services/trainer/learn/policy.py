@@ -116,10 +116,9 @@ class Policy(nn.Module):
             logits = self.model(**arguments, logits_to_keep=predictors).logits[0]
             return token_scores(logits, targets, temperature, entropy_grad)
         hidden = self.model.base_model(**arguments).last_hidden_state[0].index_select(0, predictors)
-        head = self.model.get_output_embeddings()
-        max_logits = self.max_logits or (MAX_LOGITS_ON_GPU if self.device.type == "cuda" else MAX_LOGITS)
-        how = (temperature, entropy_grad, max_logits, not self.float32_head, self.compiled_head)
-        scores = TokenScores(*linear_scores(hidden, head.weight, head.bias, targets, *how))
+        output, how = self.model.get_output_embeddings(), (self.max_logits, not self.float32_head, self.compiled_head)
+        head = Head(hidden, output.weight, output.bias, targets, temperature, *how)
+        scores = TokenScores(*linear_scores(head, entropy_grad))
         if self.value_head is None:
             return scores
         values = self.value_head(hidden.to(self.value_head.weight.dtype))
@@ -154,7 +153,7 @@ def add_value_head(policy: Policy) -> None:
 
 def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -> Policy:
     """Return a policy with `attention`, after comparing its scores of two short packed sequences with those of each sequence
-    alone. Raises `FieldError` if the attention is not available, or leaks across sequences."""
+    alone. Raises `FieldError` if the attention is not available, or if the scores differ."""
     try:
         model.set_attn_implementation(attention)
     except (ImportError, ValueError) as error:
@@ -271,40 +270,23 @@ def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy_gr
     return TokenScores(logprobs, entropy)
 
 
-def linear_scores(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    entropy_grad: bool = False,
-    max_logits: int = MAX_LOGITS,
-    rounded: bool = False,
-    compiled: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return (log-probabilities of `targets`, entropy) of softmax((hidden · weightᵀ + bias) / temperature), in nats, [C] each.
-
-    hidden [C, width], weight [V, width] and bias [V] have the same dtype; targets are int64[C]. Logits and results are float32
-    (float64 for float64 inputs). C may be 0. Two blocks of `max_logits` are in memory at a time. `rounded`: round logits to the
-    inputs' dtype, as the head itself would. `compiled`: compile the work on blocks if there are gradients.
-    """
-    head = _Head(hidden, weight, bias, targets, temperature, max_logits, rounded, compiled)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
-        logprobs, entropy = _LinearScores.apply(hidden, weight, bias, head, entropy_grad)
-        return logprobs, entropy
-    return _scan(replace(head, compiled=False))[:2]
-
-
 @dataclass(frozen=True, eq=False)
-class _Head:
+class Head:
+    """A linear output head at C tokens: softmax((hidden · weightᵀ + bias) / temperature) over V words. C may be 0. `hidden`
+    [C, width], `weight` [V, width] and `bias` [V] have the same dtype. Logits are float32, or float64 for float64 inputs."""
+
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     targets: Tensor
-    temperature: float
-    max_logits: int
-    rounded: bool
-    compiled: bool
+    """int64[C]"""
+    temperature: float = 1.0
+    max_logits: int | None = None
+    """Maximum number of logits in a block; None = `MAX_LOGITS`, or `MAX_LOGITS_ON_GPU`."""
+    rounded: bool = False
+    """Round logits to the inputs' dtype, as the head itself would."""
+    compiled: bool = False
+    """Compile the work on blocks if there are gradients."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -312,7 +294,8 @@ class _Head:
 
     def blocks(self) -> list[slice]:
         words, tokens = self.weight.shape[0], max(1, len(self.hidden))
-        size = max(1, self.max_logits // tokens)
+        most = self.max_logits or (MAX_LOGITS_ON_GPU if self.hidden.is_cuda else MAX_LOGITS)
+        size = max(1, most // tokens)
         size = min(words, size - size % ALIGNED_WORDS if size > ALIGNED_WORDS else size)
         return [slice(first, min(first + size, words)) for first in range(0, words, size)]
 
@@ -343,7 +326,16 @@ class _Head:
         return torch.where(inside, index, 0), inside
 
 
-def _scan(head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def linear_scores(head: Head, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+    """Return (log-probabilities of the head's targets, entropies) in nats, [C] each, in the dtype of the logits. Entropies have
+    a gradient only with `entropy_grad`."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (head.hidden, head.weight, head.bias)):
+        logprobs, entropy = _LinearScores.apply(head.hidden, head.weight, head.bias, head, entropy_grad)
+        return logprobs, entropy
+    return _scan(replace(head, compiled=False))[:2]
+
+
+def _scan(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) over the logits z of each block, and combine the blocks.
 
     Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. log p
@@ -392,7 +384,7 @@ class _LinearScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, entropy_grad: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, log_normaliser, kept = _scan(head)
         ctx.options, ctx.entropy_grad = (head.temperature, head.max_logits, head.rounded, head.compiled), entropy_grad
@@ -405,7 +397,7 @@ class _LinearScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normaliser, entropy, kept = ctx.saved_tensors
-        head = _Head(hidden, weight, bias, targets, *ctx.options)
+        head = Head(hidden, weight, bias, targets, *ctx.options)
         wanted = ctx.needs_input_grad
         summed = torch.zeros_like(hidden, dtype=head.dtype) if wanted[0] else None  # sum over blocks in float32
         of_weight = torch.empty_like(weight) if wanted[1] else None

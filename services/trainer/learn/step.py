@@ -25,22 +25,12 @@ from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.rl.memory import peak_flops
 from pipelinerl.rl.packing import StepPlan, plan_step
 from services.trainer.learn import meter
-from services.trainer.learn.batch import (
-    HostMicroBatch,
-    MicroBatch,
-    TrainingGroup,
-    all_branches,
-    host_microbatch,
-    sequence_weights,
-)
-from services.trainer.learn.lora import adapter_weights, adapters_off, has_adapters, served_weights, whole
+from services.trainer.learn.batch import HostMicroBatch, MicroBatch, TrainingGroup, host_microbatch, sequence_weights
+from services.trainer.learn.lora import adapter_weights, adapters_off, served_weights, whole
 from services.trainer.learn.loss import compute_loss
-from services.trainer.learn.model import frozen_copy
 from services.trainer.learn.optimizer import PolicyOptimizer
-from services.trainer.learn.policy import Policy, add_value_head
-from services.trainer.world import ADAPTER, END, SCORE, WEIGHTS, Message, RankLayout, World
-
-TRAIN, BATCHES, USE = "train", "batches", "use"
+from services.trainer.learn.policy import Policy
+from services.trainer.world import ADAPTER, BATCHES, END, SCORE, TRAIN, USE, WEIGHTS, Message, RankLayout, World
 
 Share = tuple[HostMicroBatch, ...]
 """Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have the same number."""
@@ -66,6 +56,8 @@ class PreparedStep:
 
     version: int
     shares: tuple[Share, ...]
+    sending: list[Any]
+    """Sends of the shares to the other ranks, which `Learner.step` waits for."""
     sequence_ids: tuple[str, ...]
     figures: Mapping[str, float]
     """`advantage_abs_mean`: mean absolute advantage of sequences. `imbalance`: `StepPlan.imbalance`."""
@@ -77,10 +69,6 @@ class PreparedStep:
     """Positions of the branches of `meter.sampled_sequences` in the step, by sequence id."""
     actors: tuple[str, ...]
     """Names of the actors that sampled the sequences. `HostMicroBatch.actors` has indices into it."""
-
-    @property
-    def batches(self) -> list[HostMicroBatch]:
-        return [batch for share in self.shares for batch in share]
 
 
 class Learner:
@@ -98,19 +86,13 @@ class Learner:
         compute_dtype: torch.dtype | None = None,
         bound: float = meter.BOUND_16_BIT,
     ) -> None:
-        """`temperature`: sampling temperature of μ. `reference`: policy of the KL term; None = the current `policy`.
-        `compute_dtype`: dtype of matrix products, if not that of the weights. `bound`: as in `meter.token_statistics`."""
+        """`temperature`: sampling temperature of μ. `reference`: policy of the KL term, whose adapters are ignored; may be
+        `policy`. `compute_dtype`: dtype of matrix products, if not that of the weights. `bound`: see `token_statistics`."""
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
         self.temperature, self._bound = temperature, bound
-        self._batches_sent: dict[PreparedStep, list[Any]] = {}
-        """Pending sends of batches to the other ranks, by step."""
         self.world = world or World(RankLayout(), policy.device)
-        if algorithm.advantage == "value" and policy.value_head is None:
-            add_value_head(policy)
-        if reference is None and algorithm.kl_coefficient > 0:  # with adapters the base weights do not change
-            reference = policy if has_adapters(policy.model) else frozen_copy(policy)
         self.reference = reference if algorithm.kl_coefficient > 0 else None
         self.optimizer = PolicyOptimizer(policy.model.parameters(), trainer, policy.value_head)
         self.cost_model = meter.cost_model_of(policy.model)
@@ -123,35 +105,40 @@ class Learner:
         """True if a sequence with advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        """Plan and pack one optimizer step of all ranks on `groups` at policy version `version`. Any thread may call this. All
-        branches of a sequence get its advantage and weight. Raises `FieldError` if a branch exceeds `tokens_per_microbatch`."""
+        """Plan and pack one optimizer step of all ranks on `groups` at policy version `version`. All branches of a sequence get
+        its advantage and weight. On rank 0, also begin to send each rank its batches. Any thread may call this. Take the steps
+        in the order of these calls. Raises `FieldError` if a branch exceeds `tokens_per_microbatch`, and `RuntimeError` if a
+        rank is gone."""
         sequences = [sequence for group in groups for sequence in group.sequences]
-        branches, data_ranks = all_branches(groups), self.world.layout.data_ranks
+        branches = [branch for sequence in sequences for branch in sequence.all_branches]
         owners = np.repeat(np.arange(len(sequences)), [len(sequence.all_branches) for sequence in sequences])
         of_sequences = np.concatenate([group.advantages for group in groups])
         sampled_tokens = np.bincount(owners, weights=[branch.num_sampled_tokens for branch in branches]).astype(np.int64)
         weights = sequence_weights(sampled_tokens, self.algorithm.normalization)[owners]
         advantages, share_prompts = of_sequences[owners], self.policy.shares_prompts
         names, numbers = np.unique([sequence.actor for sequence in sequences], return_inverse=True)
-        actors, sampled, reported = numbers[owners], meter.sampled_branches(groups), np.full(len(branches), -1)
+        actors, ids, reported = numbers[owners], [sequence.sequence_id for sequence in sequences], np.full(len(branches), -1)
+        chosen = (sequence.sequence_id for sequence in meter.sampled_sequences(groups))
+        sampled = {name: np.flatnonzero(owners == ids.index(name)).tolist() for name in chosen}
         for own in sampled.values():
             reported[own] = own
 
         def packed(members: list[int], has_gradient: bool) -> HostMicroBatch:
             of_chosen = ([branches[index] for index in members], advantages[members], weights[members], version)
             options: dict[str, Any] = {"actors": actors[members], "reported": reported[members], "has_gradient": has_gradient}
-            return host_microbatch(*of_chosen, self.policy.row_multiple, share_prompts=share_prompts, **options)
+            return host_microbatch(*of_chosen, share_prompts=share_prompts, **options)
 
         phases_s: dict[str, float] = {}
         with meter.measured(phases_s, "plan"):
             plan, num_forward = self._plan_passes(branches, (advantages == 0) & self._only_advantages)
-        members_of = [plan.of_rank(rank) for rank in range(data_ranks)]
+        members_of = [plan.of_rank(rank) for rank in range(self.world.layout.data_ranks)]
         with meter.measured(phases_s, "build"):
             shares = tuple(tuple(packed(members, at >= num_forward) for at, members in enumerate(own)) for own in members_of)
         return PreparedStep(
             version=version,
             shares=shares,
-            sequence_ids=tuple(sequence.sequence_id for sequence in sequences),
+            sending=self._send(version, shares),
+            sequence_ids=tuple(ids),
             figures={"advantage_abs_mean": float(np.abs(of_sequences).mean()), "imbalance": plan.imbalance},
             flops=meter.TRAINING_PASSES * sum(map(sum, plan.costs)),
             phases_s=phases_s,
@@ -182,45 +169,42 @@ class Learner:
         plan = plan_step(lengths, budget, ranks, self.cost_model, outputs, prompts)
         return StepPlan([[[int(members[index]) for index in bin_] for bin_ in bins] for bins in plan.slots], plan.costs)
 
-    def order(self, kind: str, *, dtype: str = "", **arrays: Any) -> None:
+    def order(self, kind: str, arrays: Mapping[str, NDArray[Any]] | None = None, **fields: Any) -> None:
         if self.world.is_first and self.world.links is not None:
-            self.world.links.broadcast(Message(kind, {"dtype": dtype}, arrays))
+            self.world.links.broadcast(Message(kind, fields, arrays or {}))
             if kind == END and self.world.batches is not None:
                 self.world.batches.broadcast(Message(END))
 
     def use(self, trainer: TrainerConfig) -> None:
         """Use the learning rates, schedule, gradient bound and packing of `trainer` in later steps, on all ranks."""
-        if trainer != self.trainer and self.world.is_first and self.world.links is not None:
-            self.world.links.broadcast(Message(USE, {"trainer": trainer.model_dump(mode="json")}))
+        if trainer != self.trainer:
+            self.order(USE, trainer=trainer.model_dump(mode="json"))
         self.trainer = trainer
         self.optimizer.use(trainer)
 
-    def send_batches(self, prepared: PreparedStep) -> None:
-        """Rank 0: start to send each rank its batches. Any thread may call this. Take the steps in the order of these calls.
-        Raises `RuntimeError` if a rank is gone."""
+    def _send(self, version: int, shares: tuple[Share, ...]) -> list[Any]:
         layout, links = self.world.layout, self.world.batches
-        if links is not None:
-            messages = [batch_message(prepared.version, share) for share in prepared.shares]
-            begun = [links.begin_send(messages[rank // layout.sequence_ranks], rank) for rank in range(1, layout.size)]
-            self._batches_sent[prepared] = [work for works in begun for work in works]
+        if links is None or not self.world.is_first:
+            return []
+        messages = [batch_message(version, share) for share in shares]
+        begun = [links.begin_send(messages[rank // layout.sequence_ranks], rank) for rank in range(1, layout.size)]
+        return [work for works in begun for work in works]
 
     def step(self, prepared: PreparedStep) -> dict[str, Any]:
-        """Rank 0: take one step on all ranks. Return figures (docs/run-directory.md), `SAMPLED_WEIGHTS` and `LAG_0_TOKENS`."""
+        """Rank 0: take one step on all ranks. Return figures (docs/run-directory.md), `SAMPLED_WEIGHTS` and `LAG_0_TOKENS`.
+        Raises `RuntimeError` if a rank is gone."""
         began_at = time.perf_counter()
         layout, links = self.world.layout, self.world.links
-        if links is not None:
-            if prepared not in self._batches_sent:
-                self.send_batches(prepared)
-            links.broadcast(Message(TRAIN, {"version": prepared.version}))
-            for work in self._batches_sent.pop(prepared):
-                work.wait()
+        self.order(TRAIN, version=prepared.version)
+        for work in prepared.sending:
+            work.wait()
         first, totals, figures = self.compute(prepared.shares[0])
         parts = [first]
         if links is not None:
             for report in links.receive(*range(layout.sequence_ranks, layout.size, layout.sequence_ranks)):  # one per row
                 parts.append(meter.TokenStatistics(**report.arrays))
                 figures["memory_peak_gib"] = max(figures["memory_peak_gib"], report.fields["memory_peak_gib"])
-        loads = [len(batch.token_ids) for batch in prepared.batches if batch.num_branches]
+        loads = [len(batch.token_ids) for share in prepared.shares for batch in share if len(batch.lengths)]
         figures |= meter.token_figures(parts, totals, loads, self.trainer.tokens_per_microbatch, applied=not figures["skipped"])
         figures["sequences_trained"] = 0 if figures["skipped"] else len(prepared.sequence_ids)
         figures |= prepared.figures
@@ -229,7 +213,8 @@ class Learner:
         figures["compute_s"] = {**prepared.phases_s, **figures["compute_s"]}
         seconds = time.perf_counter() - began_at
         figures["tokens_per_s"] = {kind: figures[f"tokens_{kind}"] / seconds for kind in ("trained", "computed")}
-        figures["mfu"] = meter.mfu(prepared.flops, seconds, layout.size, self.peak_flops)
+        peak = self.peak_flops
+        figures["mfu"] = None if peak is None else prepared.flops / (seconds * layout.size * peak)
         branches, log_weights = np.concatenate([part.reported for part in parts]).T
         with np.errstate(over="ignore"):  # weights that overflow are infinite
             weights = np.exp(log_weights)
@@ -250,7 +235,7 @@ class Learner:
         values, terms = [], []
         for host_batch in share:
             with self._phases.measure("to_device"):
-                batch = host_batch.on(self.policy.device)
+                batch = host_batch.on(self.policy.device, self.policy.row_multiple)
             with self._phases.measure("forward_backward"):
                 its_values, its_terms = self.microbatch(batch)
             values.append(its_values)
@@ -284,7 +269,7 @@ class Learner:
     def score(self, token_ids: TokenIds, *, adapters: bool = True) -> Logprobs:
         """Return float32[tokens - 1]: log π(token[i] | token[:i]) for i >= 1 under the current weights, at temperature 1.
         `adapters=False`: disable the adapters, if there are any."""
-        self.order(SCORE, token_ids=np.asarray(token_ids), adapters=np.asarray(adapters))
+        self.order(SCORE, {"token_ids": np.asarray(token_ids)}, adapters=adapters)
         with nullcontext() if adapters else adapters_off(self.policy.model):
             return self.policy.sequence_logprobs(token_ids)
 
