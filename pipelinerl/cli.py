@@ -1,7 +1,7 @@
 """The `pipelinerl` command: the arguments of its commands, their completion in a shell, and exit codes for errors.
 
 A command's module is imported only when the command runs, because the import may be slow. Exit codes: 0 success, 1 failure, 2 a
-user's mistake (in arguments, recipe or folder), 130 interrupted, 141 output pipe closed by its reader.
+user's mistake (in arguments, recipe or folder), 130 interrupted, 141 output pipe closed by its reader before the command ended.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ _FIELDS = _OVERRIDES | {"completer": _fields}
 _SET = ("--set a.b=c", str, "override one field of the recipe; the value is YAML (repeatable)", _FIELDS)
 _RECIPE = ("recipe RECIPE", str, "recipe file, its folder, or the name of one under recipes/", {"completer": _recipes})
 _PERHAPS = (*_RECIPE[:3], {"completer": _recipes, "nargs": "?"})
+_ROWS = ("--reward-rows N", int, "number of problems on which each reward is tried (default: 20)", {"default": 20})
 _POLICY = (
     ("subject RUN|CHECKPOINT", Path, "folder of a run, a checkpoint or an adapter"),
     ("--version N", int, "version of the run's policy (default: the newest)"),
@@ -122,8 +123,7 @@ _CLUSTER = (
     ("--context NAME", str, "context of the kubeconfig (default: the current one)", {"default": ""}),
 )
 _STREAMS = (
-    ("--nats URL", str, "NATS server of a run on other machines, such as nats://host:4222 (default in a run's pod: the pod's "
-     "setting)", {"default": ""}),
+    ("--nats URL", str, "NATS server of a run on other machines, such as nats://host:4222 (default in a pod: its setting)"),
     ("--credentials FILE", Path, "file with user:password, or a .creds file"),
     ("--tls-dir DIR", Path, "folder with ca.crt, and with tls.crt and tls.key if the server asks for a certificate"),
 )  # fmt: skip
@@ -186,13 +186,11 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--timeout S", float, "seconds to wait until all actors serve (300)", {"default": 300.0}),
     ]),
     "validate": ("check a recipe and print a summary of it", "validate:validate", [
-        _RECIPE, _SET,
+        _RECIPE, _SET, _ROWS,
         ("--fields-only", None, "check only the fields, not the files, folders and functions that they name, which may be on "
          "another machine"),
         ("--chart-values FILE", Path, "file with values of the chart, as its validation Job passes it; also check that these "
          "fit the recipe"),
-        ("--reward-rows N", int, "number of problems on which each reward is tried, with the reference answer as completion "
-         "(default: 20)", {"default": 20}),
         ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB; then also print how much the recipe needs, and advice. "
          "With several trainer nodes, set the total number of ranks by --set trainer.nproc=N"),
         ("--parameters SIZE", str, "number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory "
@@ -200,8 +198,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ]),
     "doctor": ("say why a recipe will not learn, or why a run does not", "validate:doctor", [
         ("subject RECIPE|RUN", str, "recipe file or name, or the folder of a run, finished or not"),
-        ("--set a.b=c", str, "override a field", _OVERRIDES),
-        ("--reward-rows N", int, "number of problems on which a recipe's rewards are tried (20)", {"default": 20}),
+        _SET, _ROWS,
         ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB, to check that a recipe fits"),
         ("--json", None, "print one JSON object"),
     ], "pipelinerl doctor my.yaml --set trainer.steps=500", "pipelinerl doctor runs/try"),

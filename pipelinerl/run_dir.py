@@ -28,7 +28,8 @@ ABOUT, ADAPTER = "pipelinerl.json", "adapter_config.json"
 """Files of a checkpoint: one with its policy version, and one with the configuration of a LoRA adapter."""
 MODEL_IN = ("config.json", ADAPTER)
 NOTHING_THERE = -1
-"""Position in a checkpoint to which no message on the streams belongs. A trainer that continues from it empties them first."""
+"""Position in a checkpoint to which no message on the streams belongs. A trainer that continues from such a checkpoint empties
+the streams first."""
 STATE_FORMAT = 3
 """Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
@@ -359,13 +360,10 @@ def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
 def state_to_resume(run: RunDir, option: str) -> tuple[int | None, Mapping[str, Any]]:
     """Return version and recipe of the newest checkpoint, or None and {} if the run starts again from version 0. Raises
     `FieldError` on `option` if the run cannot continue from its folder."""
-    try:
-        if missing := missing_from(run.path):
-            raise FieldError(option, str(run.path), missing)
-        state = newest_state(run.path)
-        return (None, {}) if state is None else (state["policy_version"], state["recipe"])
-    except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise FieldError(option, str(run.path), f"remove its newest checkpoint, which cannot be read: {error!r}") from error
+    if missing := missing_from(run.path):
+        raise FieldError(option, str(run.path), missing)
+    state = newest_state(run.path)
+    return (None, {}) if state is None else (state["policy_version"], state["recipe"])
 
 
 def trainer_starts(run_dir: Path) -> list[int]:
@@ -382,10 +380,16 @@ def recipe_changes_of(run_dir: Path) -> list[str]:
 
 
 def missing_from(run_dir: Path) -> str:
-    """Return why a run cannot continue from a folder that lost files or is of another format, and the fix. Return an empty text
-    if the run can continue, or the folder is new. Raises `ValueError` for a file with invalid content."""
-    state, journal = newest_state(run_dir), run_dir / JOURNAL
-    size = journal.stat().st_size if journal.is_file() else 0
+    """Return why a run cannot continue from its folder, and the fix: files are missing or damaged, or have another format.
+    Return an empty text if the run can continue, or the folder is new."""
+    state, journal = None, run_dir / JOURNAL
+    try:
+        if (state := newest_state(run_dir)) is not None:
+            _ = [state[key] for key in ("format", "policy_version", "recipe", "journal_bytes")]
+        written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
+        size = journal.stat().st_size if journal.is_file() else 0
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        return f"its journal or newest checkpoint cannot be read: {error!r}; restore the file, or remove that checkpoint"
     if not (run_dir / LINEAGE).is_file():
         if state is None and not size:
             return ""
@@ -401,7 +405,6 @@ def missing_from(run_dir: Path) -> str:
             f"{JOURNAL} has {size:,} bytes, but it had {state['journal_bytes']:,} when the checkpoint of version "
             f"{state['policy_version']} was written: restore the file, since nothing else records which sequences are in flight"
         )
-    written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
     if state is None and written:
         return (
             f"a checkpoint of version {max(written)} was written, but {CHECKPOINTS}/ holds none to continue from: restore "

@@ -121,7 +121,8 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def serve_command(checkpoint: Checkpoint, arguments: list[str]) -> list[str]:
-    """Return vLLM's command to serve a checkpoint or an adapter under the run's name. `arguments` override the defaults."""
+    """Return vLLM's command to serve a checkpoint or an adapter under the name of its run, or of its folder outside a run.
+    `arguments` override the defaults."""
     path, adapter = checkpoint.path, checkpoint.adapter
     name = run_name(checkpoint.run) if checkpoint.run != path else path.resolve().name
     model = [str(path), "--served-model-name", name]

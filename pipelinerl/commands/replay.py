@@ -116,16 +116,8 @@ def check_override(override: str) -> None:
 def _compute(run: RunDir, recipe: Recipe, **options: Any) -> int:
     """Run `services.trainer.replay` with its `Options`, and return its exit code."""
     cache = run.path if recipe.model.source == "checkpoint" else cache_folder(os.environ)
-    settings = {
-        "run": run.name,
-        "recipe": str(run.recipe.resolve()),
-        "run_dir": str(run.path.resolve()),
-        "model_dir": "",
-        "instance": "replay",
-        "verifier": "none",
-        "nodes": "1",
-        "node": "0",
-    }
+    settings = {"run": run.name, "recipe": str(run.recipe.resolve()), "run_dir": str(run.path.resolve())}
+    settings |= {"model_dir": "", "instance": "replay", "nodes": "1", "node": "0"}
     environment = {"PIPELINERL_MODEL_CACHE": str(cache / "models"), **os.environ}
     environment |= {f"PIPELINERL_{name.upper()}": value for name, value in settings.items()}
     command = [sys.executable, "-m", "services.trainer.replay", json.dumps(options)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import reprlib
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,17 +31,8 @@ from pipelinerl.recipe.loading import RecipeError, find_recipe, load_recipe, mod
 from pipelinerl.recipe.model_folder import known_model, known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in
 from pipelinerl.recipe.rehearsal import rehearsed
-from pipelinerl.rl import placement
-from pipelinerl.rl.memory import (
-    GIB,
-    Model,
-    actor_problem,
-    checkpoint_bytes,
-    memory_outline,
-    ranks_of_a_copy,
-    snapshot_gib,
-    trainer_problem,
-)
+from pipelinerl.rl import memory, placement
+from pipelinerl.rl.memory import GIB, Model
 from pipelinerl.rl.throughput import recipe_lag
 from pipelinerl.run_dir import NAMED_IN, RunDir
 from pipelinerl.service.logs import printable
@@ -55,8 +45,6 @@ _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
 """In a name such as 17B-16E, 17B counts only the parameters that one token uses."""
 _ROUNDED = 1.1
 """Factor for a size that is read from a name, because names round down. For example, a "7B" has 7.6 billion parameters."""
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = 120
 
 
 def validate(args: argparse.Namespace) -> int:
@@ -64,14 +52,14 @@ def validate(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     modules = modules_beside(recipe, find_recipe(args.recipe))
     examined = Examination() if args.fields_only else examine(recipe, args.reward_rows, modules, prompts=True)
-    memory = list[tuple[str, str]]()
+    needed = list[tuple[str, str]]()
     mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
     if args.parameters is not None and args.gpu_memory is None:
         raise FieldError("--parameters", args.parameters, "needs --gpu-memory; give that, too, or leave this out")
     if args.chart_values is not None:
         mistakes += chart_problems(args.chart_values, recipe)
     if args.gpu_memory is not None:
-        memory, told = memory_of(recipe, model_of(recipe, args.parameters), gib_of(args.gpu_memory))
+        needed, told = memory_of(recipe, model_of(recipe, args.parameters), gib_of(args.gpu_memory))
         mistakes += told
     if mistakes:
         raise RecipeError(recipe.name, mistakes)
@@ -82,7 +70,7 @@ def validate(args: argparse.Namespace) -> int:
     data += [("rewards", titles[place] + rehearsed(shares[place], calls)) for place, calls in called.items() if calls]
     data += examined.preview.rows
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
-    for name, value in [*outline(recipe), *data, *memory]:
+    for name, value in [*outline(recipe), *data, *needed]:
         print(printable(f"  {name:<11}  {value}"))
     warnings, lacking = [*(one for _, one in doubts(recipe, examined)), *warned], list(examined.problems)
     try:
@@ -127,8 +115,8 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
         rows.append(("data", f"{name}{task.path}: {files}{known}, {source.num_heldout:,} held out{tokens}"))
         if (reference := (first := source.problems[0]).reference.get("answer")) is not None:
             given = value_in(first.reference.get("row", {}), task.answer_field)
-            origin = f", by task.answer_pattern in {_SHORT.repr(given)}" if task.answer_pattern and given is not ABSENT else ""
-            rows.append(("reference", f"{name}{first.place}: {_SHORT.repr(reference)}{origin}"))
+            origin = f", by task.answer_pattern in {given!r:.120}" if task.answer_pattern and given is not ABSENT else ""
+            rows.append(("reference", f"{name}{first.place}: {reference!r:.120}{origin}"))
         giving = {problem.file for problem in source.problems}
         if not task.max_rows and (others := [file for file in found if str(file).removeprefix(task.path) not in giving]):
             fix = f"{counted(len(others), 'file')}, such as {others[0]}, gave no problem; check whether problems are missing"
@@ -210,7 +198,7 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
         if size == "":
             yield FieldError("trainer.persistence.size", size, "is empty; set the size of the volume, such as 500Gi")
         return
-    keep, each = recipe.checkpoint.keep, checkpoint_bytes(recipe, int(model.parameters))
+    keep, each = recipe.checkpoint.keep, memory.checkpoint_bytes(recipe, int(model.parameters))
     needed = (keep + 1) * each + model.weights_bytes
     if size is not None and needed > checks.quantity(size or 0):
         why = f"the model, {keep} checkpoints of {each / 1e9:,.0f} GB (checkpoint.keep) and the next one need"
@@ -219,7 +207,7 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
         fix = f"cannot hold the three whole versions that the weight log keeps; give at least {least / GIB:,.0f}, and enlarge"
         yield FieldError("nats.weightsMaxGib", log_gib, f"{fix} nats.persistence.size, or change recipe.set.weights.log")
     limit = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
-    export, copies = model.weights_bytes / GIB, snapshot_gib(recipe, model)[1]
+    export, copies = model.weights_bytes / GIB, memory.snapshot_gib(recipe, model)[1]
     needed_gib = export + (each / GIB - export) / trainer["nodes"] + copies
     if limit is not None and needed_gib * GIB > checks.quantity(limit):
         fix = f"cannot hold a checkpoint and {copies:,.0f}Gi for copies of the weights (to send, and for weights.log)"
@@ -246,10 +234,10 @@ def memory_of(recipe: Recipe, model: Model, memory_gib: float) -> tuple[list[tup
             recipe = placement.place(recipe, [gpu], model)[0]
         except FieldError as problem:
             return [], [problem]
-        return memory_outline(recipe, model, memory_gib), []
-    ranks = ranks_of_a_copy(recipe, model, memory_gib)
-    told = actor_problem(recipe, model, memory_gib), trainer_problem(recipe, model, memory_gib, ranks)
-    return memory_outline(recipe, model, memory_gib), [problem for problem in told if problem is not None]
+        return memory.memory_outline(recipe, model, memory_gib), []
+    ranks = memory.ranks_of_a_copy(recipe, model, memory_gib)
+    told = memory.actor_problem(recipe, model, memory_gib), memory.trainer_problem(recipe, model, memory_gib, ranks)
+    return memory.memory_outline(recipe, model, memory_gib), [problem for problem in told if problem is not None]
 
 
 _SHOWN = ("step", "prompt", "completion", "reference", "answer", "reason", "reward", "tokens")
@@ -271,7 +259,6 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _of_recipe(args: argparse.Namespace) -> list[Finding]:
-    """Return the findings about a recipe."""
     try:
         recipe = load_recipe(args.subject, args.overrides)
     except RecipeError as error:

@@ -60,31 +60,30 @@ class Rule(NamedTuple):
 
 
 def rules_of(*families: Family) -> dict[str, Rule]:
-    """Return the rules in the docstrings of families, such as `some-id (page.md#part): meaning: threshold`, by id."""
+    """Return by id the rules that the docstrings of families list, such as `some-id (page.md#part): meaning: threshold`."""
     text = "\n\n".join(inspect.getdoc(one) or "" for one in families)
     found = re.findall(r"(?ms)^([\w-]+) \((\S+)\): (.+?):\s(.+?)(?=\n+\S|\Z)", text)
     return {id_: Rule(page, *(" ".join(part.split()) for part in told)) for id_, page, *told in found}
 
 
 def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
-    """Return the first finding of each rule in the views, ranked. Each view has an attribute `recipe`."""
+    """Return the first finding of each rule in the views, ranked. Each view has an attribute `recipe`. If a family fails, for
+    example on damaged records, its later findings are left out."""
     found = list[Finding]()
     for family in families:
-        first = {one.id: one for view in reversed(views) for one in reversed([*_readable(family, view)])}
+        told = list[Finding]()
+        for view in views:
+            try:
+                told.extend(family(view))  # keeps the findings before an error
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                log.warning("rules of %s cannot read these records: %r", family.__name__, error)
+        first = {one.id: one for one in reversed(told)}
         for id_, rule in rules_of(family).items():
             if one := first.pop(id_, None):
                 fix = f"{_now(views[0].recipe, one.field)}{one.fix}"
                 found.append(replace(one, fix=fix, meaning=one.meaning or rule.meaning, docs=f"docs/{rule.page}"))
         assert not first, f"{family.__name__} does not list {[*first]}"
     return ranked(found)
-
-
-def _readable(family: Family, view: Any) -> Findings:
-    """Yield the findings until a rule fails, for example on damaged records."""
-    try:
-        yield from family(view)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        log.warning("rules of %s cannot read these records: %r", family.__name__, error)
 
 
 def _now(recipe: Recipe, field: str) -> str:
@@ -96,8 +95,8 @@ def _now(recipe: Recipe, field: str) -> str:
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings by gravity; those of equal gravity keep their order. Rules are listed in the order of causes, so the
-    first finding explains later ones: lost data, lengths, answers, rewards, numerics, the policy, speed."""
+    """Return the findings by gravity; those of equal gravity keep their order. The first one may explain the others, because
+    rules are listed in the order of causes: lost data, lengths, answers, rewards, numerics, the policy, speed."""
     return sorted(findings, key=lambda one: GRAVITIES.index(one.gravity))
 
 

@@ -73,8 +73,8 @@ def policy(run: RunRecords) -> Findings:
     entropy-collapsed (learning.md#losses): The policy has become certain without having learned: the entropy is below a
         twentieth of its first value, and the reward below 0.9 of its maximum.
     heldout-apart (recipes.md#evaluation): Held-out accuracy falls behind training: the 95 % interval of the last accuracy lies
-        below that of the first, or below a third of the share of right answers in training. The second needs held-out
-        answers that earn less than a third, too.
+        below that of the first, or below a third of the share of right answers in training. In the second case, held-out
+        answers also earn less than a third of what answers earn in training.
     heldout-unanswered (recipes.md#evaluation): Held-out problems stay unanswered: an evaluation lacks half of its answers, or
         no evaluation has ended.
     """

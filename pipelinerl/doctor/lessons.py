@@ -44,12 +44,6 @@ def _earned(samples: Iterable[Record]) -> list[float]:
     return [sum(of.values()) if of else one["reward"] for of, one in terms if number_at(one, "reward") is not None]
 
 
-def _compared(run: RunRecords) -> list[Record]:
-    """Return the samples, held-out ones too, of tasks whose reference is a right answer."""
-    comparing = [name for name, one in run.recipe.mixture.items() if one.reward.scorer not in _NO_ANSWERS]
-    return [one for one in run.samples if one.get("reference") and one.get("task") in comparing]
-
-
 def _is_open(sample: Record) -> bool:
     text = f"{str(sample.get('prompt') or '')[-40:]}{sample.get('completion')}"
     return text.rfind("<think>") > text.rfind("</think>")
@@ -125,7 +119,9 @@ def answers(run: RunRecords) -> Findings:
     references-unrelated (recipes.md#tasks): Answers equal their own reference no more often than another problem's: within 2
         standard errors, in at least 24 samples of a run that has not learned; grave with 5 different references.
     """
-    samples, reward, compared = run.trained_samples, run.first_task.reward, _compared(run)
+    samples, reward = run.trained_samples, run.first_task.reward
+    comparing = [name for name, one in run.recipe.mixture.items() if one.reward.scorer not in _NO_ANSWERS]
+    compared = [one for one in run.samples if one.get("reference") and one.get("task") in comparing]
     if (absent := run.mean("answers_absent")) >= 0.95:
         form = r"\boxed{}" if reward.scorer == "math_boxed" else f"reward.answer_pattern = {reward.answer_pattern!r}"
         told = f"no answer found in {percent(absent)} of the completions"
@@ -179,7 +175,8 @@ def rewards(run: RunRecords) -> Findings:
     reward-constant (recipes.md#rewards): Rewards, or the marks of a judge, do not vary within groups: in 75 % of the groups of
         a run that has not learned; grave from 95 %.
     reward-plateau (recipes.md#rewards): The reward has risen and stopped below its maximum: rewards are equal in 75 % of the
-        last groups. The last quarter of steps earns under 90 % of the maximum: at most 5 % of it more than the quarter before.
+        last groups. The last quarter of steps earns under 90 % of the maximum, and less than 5 % of the maximum more than the
+        quarter before.
     """
     last, reward, size = _last(run.trained_samples), run.first_task.reward, run.recipe.sampling.group_size
     is_stuck, is_judged, best = run.is_stuck, reward.scorer == "judge", reward.correct
@@ -213,7 +210,8 @@ def terms(run: RunRecords) -> Findings:
 
     term-dominates (recipes.md#rewards): A term other than the answer decides which completion is better: it has 80 % of the
         terms' spread within groups, and answers earn under 0.9; it has most of the spread, and what answers earn falls by 3
-        standard errors while rewards rise; or the format earns 80 % of its weight, the answer under 2 % (grave: equal rewards).
+        standard errors while rewards rise; or the format earns 80 % of its weight, and the answer under 2 % (grave if rewards
+        are equal).
     format-never (recipes.md#rewards): The format term is never earned, so that it teaches nothing: in at least 12 steps.
     task-starves (recipes.md#tasks): A task of the mixture gets too few sequences, or earns nothing: less than a quarter of its
         share, or a mean reward of 0.
@@ -228,6 +226,8 @@ def terms(run: RunRecords) -> Findings:
     is_most = most.partition(".")[0] != "answer" and spread[most] >= 0.8 * sum(spread.values()) > 0 and right < 0.9
     told = f"spread: {', '.join(f'{one} {value:.3g}' for one, value in spread.items())}"
     told += f"; answer {run.early(f'{name}.answer'):.3g} -> {right:.3g}" if is_traded else ""
+    early, late = run.early("completion_tokens_mean"), run.late("completion_tokens_mean")
+    change, is_useless = run.change("completion_tokens_mean"), run.change("reward_mean") < 1 and not run.has_learned
     yield from found(
         ("term-dominates", run.is_long and form >= 0.8 * reward.format_weight > 0 and right < 0.02 * reward.correct,
          not run.has_signal, f"format {form:.3g} of {reward.format_weight:g}, answer {right:.3g} of {reward.correct:g}", "task",
@@ -238,6 +238,10 @@ def terms(run: RunRecords) -> Findings:
         ("format-never", run.is_long and forms and reward.format_weight > 0 and not any(forms), False,
          f"in no completion of {len(forms)} steps", "reward.format_pattern",
          "ask for this form in the prompt, with an example, or correct the pattern", last),
+        ("length-drifts", is_useless and late >= 1.5 * early and change > 3, False, f"{early:.4g} -> {late:.4g} tokens",
+         "reward.overlong", "add it, or use algorithm.normalization: token, with which long wrong answers weigh more", last),
+        ("length-drifts", is_useless and late <= early / 3 and change < -3, False, f"{early:.4g} -> {late:.4g} tokens",
+         "reward.overlong", "do not let it reward brevity, or lower trainer.learning_rate", last),
     )  # fmt: skip
     shares = run.recipe.mixture
     for task, share in shares.items() if len(shares) > 1 and run.is_long else ():
@@ -249,15 +253,6 @@ def terms(run: RunRecords) -> Findings:
             fix = "look at its samples and reasons: its reward, pattern or prompts may be wrong"
             sample = _last([one for one in run.trained_samples if one.get("task") == task])
             yield Finding("task-starves", "warning", told, f"tasks ({task})", fix, sample)
-    early, late = run.early("completion_tokens_mean"), run.late("completion_tokens_mean")
-    change, is_useless = run.change("completion_tokens_mean"), run.change("reward_mean") < 1 and not run.has_learned
-    told, fix = (
-        f"{early:.4g} -> {late:.4g} tokens",
-        "add it, or use algorithm.normalization: token, with which long wrong answers weigh more",
-    )
-    if is_useless and ((late >= 1.5 * early and change > 3) or (late <= early / 3 and change < -3)):
-        fix = fix if late > early else "do not let it reward brevity, or lower trainer.learning_rate"
-        yield Finding("length-drifts", "warning", told, "reward.overlong", fix, last)
 
 
 RULES = (lengths, answers, rewards, terms)

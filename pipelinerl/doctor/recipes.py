@@ -42,7 +42,7 @@ _MOST_ROWS, _PROBES = 2000, ("7", "yes", "A", "x")
 _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
-"""Example output of each small model of this package, which writes in no other form, whatever the prompt asks for."""
+"""Example output of two small models of this package. Each writes in no other form, whatever the prompt asks for."""
 _NAMES = re.compile(r"(?i)[0-9a-f-]{16,}|\S+\.(txt|jsonl?|md|py|png|jpe?g|wav|mp[34]|pdf)|https?://\S+")
 """Matches a prompt that only names something: a hash, a file or an address."""
 _NUMBERED = r"[\W_]*[^\W\d_]{0,10}[\W_]*(\d+)[\W_]*"
@@ -372,7 +372,8 @@ def rewards(view: SetView) -> Findings:
     terms-outweigh (recipes.md#rewards): Another term outweighs the answer: format_weight is below 0 or reaches reward.correct;
         overlong.penalty exceeds 2 · reward.correct, or overlong.buffer_tokens max_tokens / 2; or an empty text has the format.
     wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: in trial calls, an empty one earns half of
-        reward.correct, or your own function gives at least 4 wrong answers about as much as right ones (a warning).
+        reward.correct (grave, unless your own function scores), or your own function gives at least 4 wrong answers about as
+        much as right ones.
     reward-slow (recipes.md#rewards): Rewards take long: the median trial call takes a quarter of timeout_s; a note.
     form-unsaid (recipes.md#rewards): Prompts do not ask for the form that the reward reads: they lack or forbid \boxed, JSON,
         or the beginning of reward.answer_pattern or format_pattern; they ask for steps, but answer_pattern begins with ^; they
@@ -435,7 +436,6 @@ def _is_said(words: list[str], text: str) -> bool:
 
 
 def _forms(view: SetView) -> Findings:
-    """Yield the `form-unsaid` findings."""
     pattern, task, field = view.share.reward.answer_pattern, view.share.task, f"{view.place}reward.answer_pattern"
     if view.written and not re.search(pattern, view.written):
         yield Finding("form-unsaid", "grave", f"the model writes {view.written!r}", field, "use that of its recipe")
@@ -462,7 +462,6 @@ def _forms(view: SetView) -> Findings:
 
 
 def _stops(view: SetView) -> Findings:
-    """Yield the `stop-cuts-answers` findings."""
     marker, pattern = view.marker, re.sub(r"\\(\W)", r"\1", view.share.reward.answer_pattern)
     before = f"{view.share.task.instruction}\n{view.share.task.system_prompt}"
     before = before.partition(marker)[0] if marker else before
@@ -479,7 +478,6 @@ def _stops(view: SetView) -> Findings:
 
 
 def _judge(view: SetView) -> Findings:
-    """Yield the `judge-misled` findings."""
     if (judge := view.share.reward.judge) is None:
         return
     at, words = f"{view.place}reward.judge", re.findall(r"[a-z]{2,}", _literal(judge.pattern).lower())

@@ -75,8 +75,9 @@ def ranges(view: Settings) -> Findings:
         is below 0.5 (grave: 0.1) or above 1.5 (grave: 2), or that of held-out answers is above 1.5.
     penalty-dominates (learning.md#losses): A term outweighs the reward: kl_coefficient is above 0.2 (grave: 10),
         entropy_coefficient above 0.05 (1), value_coefficient above 5 (1,000), or trainer.value_learning_rate above 0.05 (1).
-    bounds-wrong (learning.md#losses): The loss's bounds keep few tokens, or bound nothing: clip_high is outside 0.01 to 10 (for
-        gspo above 0.05), clamp is outside 1 to 100, a mask is within 10 % of 1 (grave: 1 %), or mask_kl is under 0.001.
+    bounds-wrong (learning.md#losses): The loss's bounds keep few tokens, or bound nothing: clip_high is outside 0.01 to 10
+        (cispo: above 10; gspo: above 0.05), clamp is outside 1 to 100, a mask is within 10 % of 1 (grave: 1 %), or mask_kl is
+        under 0.001.
     reward-scale (recipes.md#rewards): Rewards have an unusual size: reward.correct, or the largest reward of your function in a
         trial call, is above 50 or under 0.01; a note if advantages are divided by the standard deviation of rewards.
     batch-small (learning.md#from-rewards-to-advantages): Too few problems shape the gradient: trainer.batch_size equals

@@ -264,11 +264,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
     files are missing or a recipe change is not allowed, and the errors of `read_lineage` and `load_run_state`."""
     for parent in (run_dir, run_dir / CHECKPOINTS):
         tidy(parent)
-    try:
-        missing = missing_from(run_dir)
-    except (ValueError, KeyError) as error:
-        missing = f"its journal or its newest checkpoint cannot be read: {error!r}; restore it from a backup"
-    if missing:
+    if missing := missing_from(run_dir):
         raise FieldError("run_dir", str(run_dir), missing)
     lineage = read_lineage(run_dir, run)
     if lineage is None:
