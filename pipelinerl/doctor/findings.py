@@ -1,7 +1,9 @@
 """Findings of the doctor, and rules that make them. Pure.
 
-A family of rules is a generator function: it examines a problem set of a recipe or the records of a run, and yields findings.
-Its docstring lists its rules in the order of causes, with page, meaning and threshold. A new rule needs an entry there.
+A family of rules is a generator function: it examines a problem set of a recipe or the records of a run, and yields rows. A row
+has a rule's id, a gravity (`note`, or true for grave, or false for a warning), and the evidence, which is false or empty if the
+rule finds nothing. The finding's field and fix follow, and perhaps its sample and meaning. The family's docstring lists its
+rules in the order of causes, with page, meaning and threshold. A new rule needs an entry there.
 Wrong accusations are worse than silence, so thresholds leave room, and rules wait for enough steps.
 """
 
@@ -13,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from pipelinerl.recipe.fields import Recipe
@@ -27,9 +29,9 @@ GRAVITIES: tuple[Gravity, ...] = ("grave", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """A result of a rule. `evidence` holds the figures, `field` names the setting to change, and `fix` says what to do.
-    `sample` is a line of samples.jsonl that shows the problem. `apply` adds the rule's page as `docs`, the rule's meaning if
-    the finding has none, and the present value of a numeric field at the beginning of `fix`."""
+    """A result of a rule. `evidence` holds the figures, `field` names the setting to change, and `fix` says what to do, after
+    the present value of a numeric field. `sample` is a line of samples.jsonl that shows the problem. `docs` is the page that
+    explains the rule."""
 
     id: str
     gravity: Gravity
@@ -49,8 +51,8 @@ class Finding:
         return {name: value for name, value in vars(self).items() if name != "sample"}
 
 
-Findings = Iterator[Finding]
-Family = Callable[[Any], Findings]
+Rows = Iterator[tuple[Any, ...]]
+Family = Callable[[Any], Rows]
 
 
 class Rule(NamedTuple):
@@ -69,21 +71,22 @@ def rules_of(*families: Family) -> dict[str, Rule]:
 def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
     """Return the first finding of each rule in the views, ranked. Each view has an attribute `recipe`. If a family fails, for
     example on damaged records, its later findings are left out."""
-    found = list[Finding]()
+    findings = list[Finding]()
     for family in families:
-        told = list[Finding]()
+        rows, rules = list[tuple[Any, ...]](), rules_of(family)
         for view in views:
             try:
-                told.extend(family(view))  # keeps the findings before an error
+                rows.extend(row for row in family(view) if row[2])  # keeps the rows before an error
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 log.warning("rules of %s cannot read these records: %r", family.__name__, error)
-        first = {one.id: one for one in reversed(told)}
-        for id_, rule in rules_of(family).items():
-            if one := first.pop(id_, None):
-                fix = f"{_now(views[0].recipe, one.field)}{one.fix}"
-                found.append(replace(one, fix=fix, meaning=one.meaning or rule.meaning, docs=f"docs/{rule.page}"))
-        assert not first, f"{family.__name__} does not list {[*first]}"
-    return ranked(found)
+        first = {row[0]: row for row in reversed(rows)}
+        assert first.keys() <= rules.keys(), f"{family.__name__} does not list {[*first]}"
+        for id_ in filter(first.__contains__, rules):
+            _, grave, evidence, field, fix, sample, meaning, *_ = *first[id_], None, ""
+            gravity: Gravity = "note" if grave == "note" else "grave" if grave else "warning"
+            fix, (page, usual, _) = f"{_now(views[0].recipe, field)}{fix}", rules[id_]
+            findings.append(Finding(id_, gravity, evidence, field, fix, sample, meaning or usual, f"docs/{page}"))
+    return ranked(findings)
 
 
 def _now(recipe: Recipe, field: str) -> str:
@@ -98,19 +101,6 @@ def ranked(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings by gravity; those of equal gravity keep their order. The first one may explain the others, because
     rules are listed in the order of causes: lost data, lengths, answers, rewards, numerics, the policy, speed."""
     return sorted(findings, key=lambda one: GRAVITIES.index(one.gravity))
-
-
-def worse(value: float, grave: float) -> Gravity:
-    """Return the gravity: "grave" if the value is at least the bound `grave`, else "warning"."""
-    return "grave" if value >= grave else "warning"
-
-
-def found(*rows: tuple[Any, ...]) -> Findings:
-    """Yield the findings of the rows whose condition holds. A row has an id, the condition, and a gravity: `note`, or true for
-    grave, or false for a warning. Evidence, field, fix and perhaps a sample follow, as in `Finding`."""
-    for id_, is_found, gravity, *told in rows:
-        if is_found:
-            yield Finding(id_, "note" if gravity == "note" else worse(gravity, 1), *told)
 
 
 def percent(share: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from pipelinerl.doctor.findings import Finding, Findings, found, percent
+from pipelinerl.doctor.findings import Rows, percent
 from pipelinerl.doctor.run_records import RunRecords, number_at, numbers_in
 from pipelinerl.rl.groups import CUTTING, LAG_BUCKETS, MOST_CUT
 
@@ -13,7 +13,7 @@ _MOST_KL = {"float32": 1e-3, "bfloat16": 0.05}
 """Usual limit of the KL between actor and trainer at lag 0, nats. Rounding gives 1e-9 in float32 and about 1e-3 in 16 bits."""
 
 
-def numerics(run: RunRecords) -> Findings:
+def numerics(run: RunRecords) -> Rows:
     """Examine probabilities, importance weights and gradients.
 
     engine-differs (weight-updates.md#the-parity-probe): Actors and trainer compute different probabilities of the same policy:
@@ -42,26 +42,28 @@ def numerics(run: RunRecords) -> Findings:
     after = [step for step in run.trained[max(trainer.warmup_steps, 3) :] if (number_at(step, "lag.max") or 0) > 0]
     moved = numbers_in(after, "log_weight_abs_max") if run.recipe.model.dtype == "float32" else []
     is_still = (len(moved) >= 3 and max(moved) < 2e-3) or max(run.values("grad_norm"), default=1) < 1e-6
-    yield from found(
-        ("engine-differs", failures, failures >= 3, f"{failures:.0f} probe answers fail, differences up to {difference:.2g}",
+    yield from (
+        ("engine-differs", failures >= 3,
+         failures and f"{failures:.0f} probe answers fail, differences up to {difference:.2g}",
          "weights.probe_tolerance", "compare versions and dtypes of actors and trainer; raise it if rounding is the cause"),
-        ("engine-differs", kl >= most, kl >= 10 * most, f"mismatch_kl {kl:.2g} nats", "algorithm.mask",
+        ("engine-differs", kl >= 10 * most, kl >= most and f"mismatch_kl {kl:.2g} nats", "algorithm.mask",
          "use icepop; also set model.head_dtype: float32, or leave out actor.engine.quantization"),
-        ("ess-low", ess < 0.5, False, ", ".join([f"{ess:.2g}", *(f"{value:.2g} at lag {at}" for at, value in by_lag.items())]),
-         field, fix),
-        ("tokens-cut", masked >= 0.5, masked >= 0.95, f"the mask removes {percent(masked)}", "algorithm.mask_low",
+        ("ess-low", False,
+         ess < 0.5 and ", ".join([f"{ess:.2g}", *(f"{value:.2g} at lag {at}" for at, value in by_lag.items())]), field, fix),
+        ("tokens-cut", masked >= 0.95, masked >= 0.5 and f"the mask removes {percent(masked)}", "algorithm.mask_low",
          f"lower it, or raise mask_high ({algorithm.mask_high:g}) or mask_kl ({algorithm.mask_kl:g})"),
-        ("tokens-cut", clipped > MOST_CUT and algorithm.loss in CUTTING, clipped >= 0.75, f"{percent(clipped)} are clipped",
-         "algorithm.clip_low", f"raise it and clip_high ({algorithm.clip_high:g}), or lower max_lag or the learning rate"),
-        ("gradient-clipped", share >= 0.9 and norm > 5 * bound, False, f"{percent(share)} of steps, to norm {bound:.3g}",
+        ("tokens-cut", clipped >= 0.75,
+         clipped > MOST_CUT and algorithm.loss in CUTTING and f"{percent(clipped)} are clipped", "algorithm.clip_low",
+         f"raise it and clip_high ({algorithm.clip_high:g}), or lower max_lag or the learning rate"),
+        ("gradient-clipped", False, share >= 0.9 and norm > 5 * bound and f"{percent(share)} of steps, to norm {bound:.3g}",
          "trainer.max_grad_norm", f"raise it to about the mean norm, {norm:.3g}"),
-        ("policy-unmoved", is_still and run.has_signal, True,
-         f"largest |log weight| {max(moved, default=0):.1g}, mean gradient norm {norm:.1g}", "trainer.learning_rate",
+        ("policy-unmoved", True, is_still and run.has_signal
+         and f"largest |log weight| {max(moved, default=0):.1g}, mean gradient norm {norm:.1g}", "trainer.learning_rate",
          "raise it tenfold until log_weight_abs_max exceeds 0.01"),
     )  # fmt: skip
 
 
-def policy(run: RunRecords) -> Findings:
+def policy(run: RunRecords) -> Rows:
     """Examine whether the policy becomes worse.
 
     kl-grows (learning.md#losses): The policy has moved far from the initial one: the KL exceeds 1 nat per token and ten times
@@ -90,24 +92,24 @@ def policy(run: RunRecords) -> Findings:
     is_blind = run.is_long and run.summary.get("heldout") == []
     unanswered = max((one.get("unanswered") or 0 for one in run.evaluations), default=0)
     asked = run.recipe.evaluation.samples * sum(one.task.heldout_problems for one in run.recipe.sets_by_place.values())
-    yield from found(
-        ("kl-grows", kls[1] > max(1, 10 * kls[0]) and not run.has_learned, False, f"{kls[0]:.2g} -> {kls[1]:.2g} nats",
+    yield from (
+        ("kl-grows", False, kls[1] > max(1, 10 * kls[0]) and not run.has_learned and f"{kls[0]:.2g} -> {kls[1]:.2g} nats",
          "algorithm.kl_coefficient", f"raise it, or lower trainer.learning_rate ({rate:g})"),
-        ("entropy-explodes", is_useless and late > max(1, 2 * early), run.has_collapsed, told,
+        ("entropy-explodes", run.has_collapsed, is_useless and late > max(1, 2 * early) and told,
          "algorithm.entropy_coefficient" if algorithm.entropy_coefficient else "trainer.learning_rate", "lower it tenfold"),
-        ("policy-collapsed", run.has_collapsed, True, f"reward {rewards[0]:.3g} -> {rewards[1]:.3g}", "trainer.learning_rate",
-         "lower it tenfold, and continue from an earlier checkpoint"),
-        ("entropy-collapsed", is_useless and early > 0.01 and late < early / 20 and rewards[1] < 0.9 * best, False, told,
+        ("policy-collapsed", True, run.has_collapsed and f"reward {rewards[0]:.3g} -> {rewards[1]:.3g}",
+         "trainer.learning_rate", "lower it tenfold, and continue from an earlier checkpoint"),
+        ("entropy-collapsed", False, is_useless and early > 0.01 and late < early / 20 and rewards[1] < 0.9 * best and told,
          "algorithm.entropy_coefficient", "use 0.001, a lower trainer.learning_rate, or a higher algorithm.clip_high"),
-        ("heldout-apart", is_apart, False, f"held-out at most {highs[-1] if highs else 0:.2g}, training {right:.2g}",
+        ("heldout-apart", False, is_apart and f"held-out at most {highs[-1]:.2g}, training {right:.2g}",
          "evaluation", "compare held-out with other samples (prompt, reward, length); if alike, stop earlier or add problems"),
-        ("heldout-unanswered", unanswered >= asked / 2 or is_blind, False,
-         "no answer came in time" if is_blind else f"{unanswered} of {asked} answers are missing in an evaluation",
+        ("heldout-unanswered", False, "no answer came in time" if is_blind
+         else unanswered >= asked / 2 and f"{unanswered} of {asked} answers are missing in an evaluation",
          "evaluation.timeout_s", "raise it, or hold out fewer problems"),
     )  # fmt: skip
 
 
-def speed(run: RunRecords) -> Findings:
+def speed(run: RunRecords) -> Rows:
     """Examine which part of the run keeps the others waiting.
 
     bottleneck (training.md#reading-the-figures): One part keeps the others waiting: max_lag is too small in half of the steps;
@@ -136,8 +138,8 @@ def speed(run: RunRecords) -> Findings:
     )  # fmt: skip
     told = f"trainer waits {percent(waits)}, computes {percent(computes)}, sends {percent(sends)}; actors busy {percent(busy)}"
     for is_cause, meaning, kind, field, fix in causes:
-        if is_cause and run.is_long and run.recipe.mode == "pipeline":
-            yield Finding("bottleneck", "note", f"{kind}: {told}", field, fix, meaning=meaning)
+        is_cause = is_cause and run.is_long and run.recipe.mode == "pipeline"
+        yield "bottleneck", "note", is_cause and f"{kind}: {told}", field, fix, None, meaning
 
 
 RULES = (numerics, policy, speed)

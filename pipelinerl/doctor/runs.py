@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipelinerl.doctor import learning, lessons
-from pipelinerl.doctor.findings import Finding, Findings, apply, found, percent, ranked, worse
+from pipelinerl.doctor.findings import Finding, Rows, apply, percent, ranked
 from pipelinerl.doctor.run_records import Reasons, RunRecords, records_in
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
 from pipelinerl.errors import UserError, counted
@@ -37,7 +37,7 @@ _FIXES = {
 }
 
 
-def losses(run: RunRecords) -> Findings:
+def losses(run: RunRecords) -> Rows:
     """Examine what becomes of sequences and steps.
 
     rewards-fail (errors.md#reasons): The reward fails instead of giving a number: for 5 % of the sequences; grave from 50 %.
@@ -63,7 +63,7 @@ def losses(run: RunRecords) -> Findings:
         share, reason = run.share_of("failed", prefixes)
         if share >= (1e-9 if id_ == "actor-differs" else 0.05):
             told = f"{percent(share)} of the sequences, mostly {reason}: {MEANINGS.get(reason, 'the logs say more')}"
-            yield Finding(id_, worse(share, 0.5), told, *_FIXES.get(reason, (field, fix)))
+            yield id_, share >= 0.5, told, *_FIXES.get(reason, (field, fix))
     skipped = [step["step"] for step in steps if step.get("skipped")]
     late = sum(bool(step.get("skipped")) for step in steps[-20:]) / max(1, len(steps[-20:]))
     (stale, _), (filtered, _) = run.share_of("dropped_stale"), run.share_of("dropped_filtered")
@@ -71,21 +71,21 @@ def losses(run: RunRecords) -> Findings:
     error = str(run.summary.get("error") or "").strip().partition("\n")[0]
     is_over = not (steps or run.is_running or run.is_young or run.summary.get("interrupted"))
     left = counted(recipe.trainer.steps - len(steps), "more step")
-    yield from found(
-        ("steps-skipped", skipped, late >= 0.5,
-         f"{len(skipped)} of {counted(len(steps), 'step')}, the first at step {min(skipped or [0])}",
+    yield from (
+        ("steps-skipped", late >= 0.5,
+         skipped and f"{len(skipped)} of {counted(len(steps), 'step')}, the first at step {min(skipped)}",
          "trainer.learning_rate", "lower it tenfold, and see whether model.dtype overflows"),
-        ("dropped-stale", lag is not None and stale > (0.02 if run.is_long else 0.5), stale >= 0.5,
-         f"{percent(stale)} of the sequences", "algorithm.max_lag",
-         f"use at least {needed}, or lower actor.count or actor.sequences_in_progress"),
-        ("dropped-filtered", filtered >= 0.9, not run.trained, f"{percent(filtered)} of sequences", "task",
+        ("dropped-stale", stale >= 0.5,
+         lag is not None and stale > (0.02 if run.is_long else 0.5) and f"{percent(stale)} of the sequences",
+         "algorithm.max_lag", f"use at least {needed}, or lower actor.count or actor.sequences_in_progress"),
+        ("dropped-filtered", not run.trained, filtered >= 0.9 and f"{percent(filtered)} of sequences", "task",
          "take problems that the model solves sometimes, or larger groups"),
-        ("run-failed", error or is_over, True, error[:400] or run.last_error or "no error in the logs", "logs",
+        ("run-failed", True, error[:400] or (is_over and (run.last_error or "no error in the logs")), "logs",
          "remove the cause, then pipelinerl run --resume"),
-        ("steps-lost", run.undone, "note", counted(run.undone, "step"), "checkpoint.every_steps",
+        ("steps-lost", "note", run.undone and counted(run.undone, "step"), "checkpoint.every_steps",
          "lower it to repeat fewer steps after a restart"),
-        ("disk-fills", run.is_running and len(steps) >= 3 and run.needed_bytes > run.free_bytes, False,
-         f"{run.free_bytes / 1e9:.3g} GB free, {run.needed_bytes / 1e9:.3g} GB needed for {left}", "checkpoint.keep",
+        ("disk-fills", False, run.is_running and len(steps) >= 3 and run.needed_bytes > run.free_bytes
+         and f"{run.free_bytes / 1e9:.3g} GB free, {run.needed_bytes / 1e9:.3g} GB needed for {left}", "checkpoint.keep",
          "free space, or keep fewer checkpoints"),
     )  # fmt: skip
 
