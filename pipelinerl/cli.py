@@ -168,8 +168,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--release NAME", str, "name of the release and of the run (default: the recipe's name)"),
         ("--values FILE", Path, "file with values of the chart, which override those that this command sets (repeatable)",
          {"action": "append", "default": []}),
-        ("--watch", None, "show the run, fetch its report and checkpoint at its end, and remove the release and its volume "
-         "claims"),
+        ("--watch", None, "show the run, fetch report and checkpoint at its end, and remove the release with its volumes"),
         ("--attach RELEASE", str, "as --watch, for a release that was submitted before"),
         ("--keep", None, "remove nothing after fetching the results"),
         ("--output DIR", Path, "folder for the results (default: runs/<name>)"),
@@ -187,10 +186,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ]),
     "validate": ("check a recipe and print a summary of it", "validate:validate", [
         _RECIPE, _SET, _ROWS,
-        ("--fields-only", None, "check only the fields, not the files, folders and functions that they name, which may be on "
-         "another machine"),
-        ("--chart-values FILE", Path, "file with values of the chart, as its validation Job passes it; also check that these "
-         "fit the recipe"),
+        ("--fields-only", None, "check only the fields, not files and functions that they name, which may be elsewhere"),
+        ("--chart-values FILE", Path, "the chart's values, as its validation Job passes them; also check that they fit the recipe"),
         ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB; then also print how much the recipe needs, and advice. "
          "With several trainer nodes, set the total number of ranks by --set trainer.nproc=N"),
         ("--parameters SIZE", str, "number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory "
@@ -238,8 +235,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--step STEP", int, "a single step; short for --from STEP --to STEP"),
         ("--tokens", None, "show the tokens of --step instead of its figures"),
         ("--most N", int, "number of sequences that --tokens shows (4)", {"default": 4}),
-        ("--set a.b=c", str, "change a field of trainer or algorithm (repeatable); the new figures are shown beside the "
-         "recorded ones", _OVERRIDES),
+        ("--set a.b=c", str, "change a field of trainer or algorithm (repeatable), and compare the figures", _OVERRIDES),
     ],
         "pipelinerl replay runs/try                                      # every step, and compare the digests",
         "pipelinerl replay runs/try --from 40 --to 60 --set algorithm.loss=grpo",

@@ -82,7 +82,8 @@ def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
         first = {row[0]: row for row in reversed(rows)}
         assert first.keys() <= rules.keys(), f"{family.__name__} does not list {[*first]}"
         for id_ in filter(first.__contains__, rules):
-            _, grave, evidence, field, fix, sample, meaning, *_ = *first[id_], None, ""
+            row: tuple[Any, ...] = (*first[id_], None, "")
+            _, grave, evidence, field, fix, sample, meaning, *_ = row
             gravity: Gravity = "note" if grave == "note" else "grave" if grave else "warning"
             fix, (page, usual, _) = f"{_now(views[0].recipe, field)}{fix}", rules[id_]
             findings.append(Finding(id_, gravity, evidence, field, fix, sample, meaning or usual, f"docs/{page}"))

@@ -125,7 +125,6 @@ def _plain(problem: Problem) -> str:
 
 
 def _views(recipe: Recipe, examined: Examination) -> Iterator[SetView]:
-    """Yield the views of all sets of an examined recipe."""
     files = dict(files_in(examined.sources))
     held = {place: [one.problem(Split.HELDOUT, index) for index in range(one.num_heldout)] for place, one in files.items()}
     plain, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
@@ -233,7 +232,7 @@ def _columns(view: SetView) -> Rows:
     told = [(text, own) for text, answer in rows if marker and (own := _head(answer))
             and own == {word for part in re.split(marker, text)[1:] for word in _head(part)} & heads]  # fmt: skip
     same = [text for text, answer in rows if text == answer]
-    after = [] if all(own == told[0][1] for _, own in told) else [text for text, _ in told]  # else it is an example
+    after = [] if all(own == told[0][1] for _, own in told) else [text for text, _ in told]  # equal ones are an example
     bound = [text for text, answer in rows if re.search(rf"\A{(one := re.escape(answer))}\b|(?<!\w){one}\W*\Z", text)]
     is_choice = re.search(r"\n\W?[A-D1-4][).:]", view.told)
     inside = [text for text, answer in rows if re.fullmatch(r"\d+", answer) and re.search(rf"\b{answer}\b", text)]
