@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import reprlib
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +46,8 @@ _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
 """In a name such as 17B-16E, 17B counts only the parameters that one token uses."""
 _ROUNDED = 1.1
 """Factor for a size that is read from a name, because names round down. For example, a "7B" has 7.6 billion parameters."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 120
 
 
 def validate(args: argparse.Namespace) -> int:
@@ -115,8 +118,8 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
         rows.append(("data", f"{name}{task.path}: {files}{known}, {source.num_heldout:,} held out{tokens}"))
         if (reference := (first := source.problems[0]).reference.get("answer")) is not None:
             given = value_in(first.reference.get("row", {}), task.answer_field)
-            origin = f", by task.answer_pattern in {given!r:.120}" if task.answer_pattern and given is not ABSENT else ""
-            rows.append(("reference", f"{name}{first.place}: {reference!r:.120}{origin}"))
+            origin = f", by task.answer_pattern in {_SHORT.repr(given)}" if task.answer_pattern and given is not ABSENT else ""
+            rows.append(("reference", f"{name}{first.place}: {_SHORT.repr(reference)}{origin}"))
         giving = {problem.file for problem in source.problems}
         if not task.max_rows and (others := [file for file in found if str(file).removeprefix(task.path) not in giving]):
             fix = f"{counted(len(others), 'file')}, such as {others[0]}, gave no problem; check whether problems are missing"
