@@ -187,7 +187,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "validate": ("check a recipe and print a summary of it", "validate:validate", [
         _RECIPE, _SET, _ROWS,
         ("--fields-only", None, "check only the fields, not files and functions that they name, which may be elsewhere"),
-        ("--chart-values FILE", Path, "values of the chart, as its validation Job passes them; also check that the recipe fits"),
+        ("--chart-values FILE", Path, "values of the chart, as its validation Job passes them; check these too"),
         ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB; then also print how much the recipe needs, and advice. "
          "With several trainer nodes, set the total number of ranks by --set trainer.nproc=N"),
         ("--parameters SIZE", str, "number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory "

@@ -7,14 +7,14 @@ python -m deploy.tools.doctor_reference docs/doctor.md    # replace the text bet
 from __future__ import annotations
 
 from deploy.tools.generated import GeneratedPart, row
-from pipelinerl.doctor import learning, lessons
+from pipelinerl.doctor import lessons
 from pipelinerl.doctor.findings import rules_of
 from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES
-from pipelinerl.doctor.runs import losses
+from pipelinerl.doctor.runs import FIGURE_RULES, losses
 from pipelinerl.doctor.settings import SETTINGS_RULES
 
 _KINDS = (("a recipe", RECIPE_RULES), ("settings, before and after a run", SETTINGS_RULES), ("lost data", (losses,)),
-          ("lengths, answers, rewards", lessons.RULES), ("numerics, policy, speed", learning.RULES))  # fmt: skip
+          ("lengths, answers, rewards", lessons.RULES), ("numerics, policy, speed", FIGURE_RULES))  # fmt: skip
 
 
 def rules() -> str:

@@ -102,9 +102,8 @@ def lengths(run: RunRecords) -> Rows:
         ("think-unclosed", not run.has_signal,
          opened >= 0.5 and run.late("reward_mean") < 0.5 and f"{percent(opened)} of the samples", "sampling.max_tokens",
          "raise it, or switch reasoning off", _last(samples, _is_open)),
-        ("completions-identical", same >= _DEAD or not run.has_signal,
-         same >= _FEW and not run.has_learned and f"{percent(same)} of the groups", "sampling.temperature", certain,
-         _last(samples)),
+        ("completions-identical", same >= _DEAD or not run.has_signal, same >= _FEW and not run.has_learned
+         and f"{percent(same)} of the groups", "sampling.temperature", certain, _last(samples)),
     )  # fmt: skip
 
 

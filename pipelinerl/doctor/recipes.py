@@ -83,10 +83,9 @@ class SetView(Settings):
         self.texts = ["\n".join(one.texts) for one in problems]
         said = ([str(message["content"]) for message in one.messages if message["role"] != "assistant"] for one in problems)
         self.asked = ["\n".join(texts) or one.question for texts, one in zip(said, problems, strict=True)]
-        self.references = [str(one.reference.get("answer") or "").strip() for one in problems]
-        self.columns = [
-            str(one.reference.get("row", {}).get(task.answer_field) or one.reference.get("answer")) for one in problems
-        ]
+        given = [one.reference for one in problems]
+        self.references = [str(one.get("answer") or "").strip() for one in given]
+        self.columns = [str(one.get("row", {}).get(task.answer_field) or one.get("answer")) for one in given]
         right = [*filter(None, self.references)] if reward.scorer in _COMPARING else []
         self.answers = [*map(final_answer, right)] if "math" in reward.scorer else right
 
@@ -412,9 +411,8 @@ def rewards(view: SetView) -> Rows:
          "if 10 % of answers are right, 18 % of groups of 2 and 57 % of groups of 8 differ", "sampling.group_size", "use 8"),
         ("max-tokens-small", not reward.is_function, (middle := median(lengths)) > limit
          and f"{middle:.0f} tokens, such as {written[0]!r:.80}", field, f"use {2 * math.ceil(max(lengths))} or more{fix}"),
-        ("max-tokens-small", False, limit < needed
-         and (f"the prompt says {view.steps!r}" if view.steps else "the model thinks first"), field,
-         f"use {4 * needed}{context}"),
+        ("max-tokens-small", False, limit < needed and
+         (f"the prompt says {view.steps!r}" if view.steps else "the model thinks first"), field, f"use {4 * needed}{context}"),
     )  # fmt: skip
     yield from _forms(view)
     yield from _stops(view)
@@ -433,13 +431,8 @@ def _forms(view: SetView) -> Rows:
         yield "form-unsaid", True, f"the model writes {view.written!r}", field, "use that of its recipe"
     if task.is_episodic or view.is_toy:
         return
-    yield (
-        "form-unsaid",
-        False,
-        re.match(r"\^|\\A", pattern) and view.steps and pattern,
-        field,
-        "leave out its ^, as steps come first",
-    )
+    is_anchored = re.match(r"\^|\\A", pattern) and view.steps
+    yield "form-unsaid", False, is_anchored and pattern, field, "leave out its ^, as steps come first"
     text = view.told.lower() if (ignores_case := _ANY_CASE.search(pattern)) else view.told
     field = f"{view.place}task.{'system_prompt' if task.prompt_style == 'chat' else 'instruction'}"
     form = _literal(view.share.reward.format_pattern)

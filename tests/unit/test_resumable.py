@@ -91,7 +91,9 @@ def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
         resume(run)
     for damaged, content in ((state, "[]"), (state, "{}"), (state, "{"), (run.path / JOURNAL, "{\n")):
         damaged.write_text(content)
-        with pytest.raises(FieldError, match=r"--resume = .*its journal or newest checkpoint cannot be read: .*; restore the file"):
+        with pytest.raises(
+            FieldError, match=r"--resume = .*its journal or newest checkpoint cannot be read: .*; restore the file"
+        ):
             resume(run)
         write_json(state, current)
     (run.path / JOURNAL).unlink()
