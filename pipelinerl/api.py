@@ -43,7 +43,6 @@ Given = str | Path | Mapping[str, Any]
 Folder = str | Path
 _LOOK_S = 0.2
 _PAGE_WITHIN_S = 60.0
-_FRAME_HEIGHT = 640
 _SHIPPED = "notebook_reward"
 """Name of the module that is written for a reward function that cannot be imported, such as one of a notebook."""
 
@@ -154,8 +153,6 @@ class Run:
             run_name(self.path)
         self._dir = RunDir(self.path.absolute(), self.path.name)  # absolute, as the program may change its current folder
 
-    # These methods need a run that `start` returned.
-
     def wait(self) -> Run:
         """Wait for the end, and return this run. Raises `ServiceError` with the last lines of the output if the run failed, or
         `UserError` if the cause is a mistake that only the run found, such as one in the data or in the reward."""
@@ -198,8 +195,6 @@ class Run:
         if self._process is None:
             raise FieldError("run", str(self.path), "was not started here; stop it where it was started")
         return self._process
-
-    # Members for every run.
 
     @property
     def is_running(self) -> bool:
@@ -273,7 +268,7 @@ class Run:
             time.sleep(_LOOK_S)
         if page is None:
             return f"<pre>{html.escape(repr(self))}</pre>"
-        return f'<iframe src="{html.escape(page)}" width="100%" height="{_FRAME_HEIGHT}"></iframe>'
+        return f'<iframe src="{html.escape(page)}" width="100%" height="640"></iframe>'
 
 
 # Write a function of a notebook or script as the source of a module that the verifier can import. Nothing is pickled.

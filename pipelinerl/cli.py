@@ -109,8 +109,7 @@ def _kept(**_: Any) -> list[str]:
 
 
 _OVERRIDES = {"dest": "overrides", "action": "append", "default": []}
-_FIELDS = _OVERRIDES | {"completer": _fields}
-_SET = ("--set a.b=c", str, "override one field of the recipe; the value is YAML (repeatable)", _FIELDS)
+_SET = ("--set a.b=c", str, "override a field of the recipe by a YAML value (repeatable)", _OVERRIDES | {"completer": _fields})
 _RECIPE = ("recipe RECIPE", str, "recipe file, its folder, or the name of one under recipes/", {"completer": _recipes})
 _PERHAPS = (*_RECIPE[:3], {"completer": _recipes, "nargs": "?"})
 _ROWS = ("--reward-rows N", int, "number of problems on which each reward is tried (default: 20)", {"default": 20})
@@ -249,7 +248,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "compare": ("compare runs: recipes, accuracies with intervals, curves, samples", "compare:compare", [
         ("runs RUN", Path, "folders of two or more runs, finished or not", {"nargs": "+"}),
         ("--out FILE", Path, "file of the page (default: compare.html, or none with --csv)"),
-        ("--csv FILE|-", Path, "CSV file with all figures, one row per step (- for stdout)"),
+        ("--csv FILE|-", Path, "CSV file with all figures, one row per version of each run (- for stdout)"),
         ("--open", None, "open the page in the browser"),
     ], "pipelinerl compare runs/low-rate runs/high-rate --open"),
     "audit": ("recompute a run's ledger from its journal, checkpoints and streams", "run_folder:audit", [

@@ -22,7 +22,8 @@ def rules() -> str:
     checked = "<br>".join(f"[`{id_}`]({docs}): {meaning}" for id_, (_, meaning, docs) in ADOPTED.items())
     rows = [row(("what `validate` finds", checked))]
     for kind, families in _KINDS:
-        told = (f"[`{id_}`]({one.page}): {one.meaning}: {one.threshold}" for id_, one in rules_of(*families).items())
+        found = rules_of(*families).items()
+        told = (f"[`{id_}`]({page}): {meaning}: {threshold}" for id_, (page, meaning, threshold) in found)
         rows.append(row((kind, "<br>".join(told))))
     return "\n".join(["| rules about | id: meaning: threshold |\n|---|---|", *rows])
 

@@ -45,7 +45,6 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def _policy(args: argparse.Namespace, version: int | None) -> Any:
-    """Load a version of the policy. Raises `UserError`."""
     checkpoint = checkpoint_of(args.subject, version)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when transformers is imported
     try:

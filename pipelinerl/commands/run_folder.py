@@ -37,7 +37,6 @@ from pipelinerl.service.logs import printable
 from pipelinerl.service.settings import StreamsSettings
 
 _COLUMNS = ("TIME", "GROUP", "DELIVERIES", "ACTOR", "REASON", "PROMPT")
-_REASON_CHARACTERS, _PROMPT_CHARACTERS = 60, 40
 
 
 def report(args: argparse.Namespace) -> int:
@@ -109,8 +108,8 @@ def _described(letter: DeadLetter) -> dict[str, Any]:
 
 
 def _row(letter: dict[str, Any]) -> tuple[str, ...]:
-    prompt = one_line(letter.get("prompt_text", f"({letter['bytes']} bytes, unreadable)"), _PROMPT_CHARACTERS)
-    reason = one_line(letter["reason"], _REASON_CHARACTERS)
+    prompt = one_line(letter.get("prompt_text", f"({letter['bytes']} bytes, unreadable)"), 40)
+    reason = one_line(letter["reason"], 60)
     return (letter["time"], letter["group_id"] or "?", str(letter["deliveries"]), letter["actor"], reason, prompt)
 
 

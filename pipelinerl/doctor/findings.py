@@ -16,9 +16,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.rules import value_at
 
 log = logging.getLogger(__name__)
@@ -55,17 +54,12 @@ Rows = Iterator[tuple[Any, ...]]
 Family = Callable[[Any], Rows]
 
 
-class Rule(NamedTuple):
-    page: str
-    meaning: str
-    threshold: str
-
-
-def rules_of(*families: Family) -> dict[str, Rule]:
-    """Return by id the rules that the docstrings of families list, such as `some-id (page.md#part): meaning: threshold`."""
+def rules_of(*families: Family) -> dict[str, tuple[str, ...]]:
+    """Return page, meaning and threshold of the rules in the docstrings of families, by id. A docstring lists a rule as
+    `some-id (page.md#part): meaning: threshold`."""
     text = "\n\n".join(inspect.getdoc(one) or "" for one in families)
     found = re.findall(r"(?ms)^([\w-]+) \((\S+)\): (.+?):\s(.+?)(?=\n+\S|\Z)", text)
-    return {id_: Rule(page, *(" ".join(part.split()) for part in told)) for id_, page, *told in found}
+    return {id_: tuple(" ".join(part.split()) for part in told) for id_, *told in found}
 
 
 def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
@@ -83,19 +77,13 @@ def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
         assert first.keys() <= rules.keys(), f"{family.__name__} does not list {[*first]}"
         for id_ in filter(first.__contains__, rules):
             row: tuple[Any, ...] = (*first[id_], None, "")
-            _, grave, evidence, field, fix, sample, meaning, *_ = row
+            (_, grave, evidence, field, fix, sample, meaning, *_), (page, usual, _) = row, rules[id_]
             gravity: Gravity = "note" if grave == "note" else "grave" if grave else "warning"
-            fix, (page, usual, _) = f"{_now(views[0].recipe, field)}{fix}", rules[id_]
+            with suppress(AttributeError, LookupError):  # the field may be no path, such as `logs`
+                if isinstance(value := value_at(views[0].recipe, field), int | float):
+                    fix = f"is {value:,}; {fix}" if isinstance(value, int) else f"is {value:g}; {fix}"
             findings.append(Finding(id_, gravity, evidence, field, fix, sample, meaning or usual, f"docs/{page}"))
     return ranked(findings)
-
-
-def _now(recipe: Recipe, field: str) -> str:
-    """Return the present value of a field as the beginning of a fix; empty if the value is no number."""
-    with suppress(AttributeError, LookupError):
-        if isinstance(value := value_at(recipe, field), int | float):
-            return f"is {value:,}; " if isinstance(value, int) else f"is {value:g}; "
-    return ""
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
