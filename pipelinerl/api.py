@@ -193,7 +193,7 @@ class Run:
 
     def _own(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            raise FieldError("run", str(self.path), "was not started here; stop it where it was started")
+            raise FieldError("run", str(self.path), "was not started here; wait for it or stop it where it was started")
         return self._process
 
     @property

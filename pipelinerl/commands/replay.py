@@ -34,7 +34,7 @@ def replay(args: argparse.Namespace) -> int:
     if args.tokens and args.step is None:
         raise FieldError("--tokens", True, "needs --step N, whose tokens it shows")
     if args.step is not None and (args.first, args.last) != (None, None):
-        raise FieldError("--step", args.step, "is a whole range; leave out --from and --to")
+        raise FieldError("--step", args.step, "is already a range of one step; leave out --from and --to")
     if args.most < 1:
         raise FieldError("--most", args.most, "must be at least 1")
     for override in args.overrides:

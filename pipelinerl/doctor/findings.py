@@ -79,7 +79,7 @@ def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
             row: tuple[Any, ...] = (*first[id_], None, "")
             (_, grave, evidence, field, fix, sample, meaning, *_), (page, usual, _) = row, rules[id_]
             gravity: Gravity = "note" if grave == "note" else "grave" if grave else "warning"
-            with suppress(AttributeError, LookupError):  # the field may be no path, such as `logs`
+            with suppress(AttributeError, LookupError):  # some rules name `logs`, which is no field
                 if isinstance(value := value_at(views[0].recipe, field), int | float):
                     fix = f"is {value:,}; {fix}" if isinstance(value, int) else f"is {value:g}; {fix}"
             findings.append(Finding(id_, gravity, evidence, field, fix, sample, meaning or usual, f"docs/{page}"))

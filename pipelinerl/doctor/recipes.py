@@ -64,7 +64,7 @@ class SetView(Settings):
     """A problem set of an examined recipe, with the facts that rules need."""
 
     def __init__(self, recipe: Recipe, examined: Examination, place: str, held: Sequence[Problem], trained: set[str]) -> None:
-        """`held`: the set's held-out problems; empty without files. `trained`: texts of any held-out problems trained on."""
+        """`held`: the set's held-out problems; empty without files. `trained`: texts of held-out problems also trained on."""
         self.place, self.share, model, count = place, recipe.sets_by_place[place], recipe.model, None
         parameters = 0
         with suppress(UserError, OSError):  # a mistake in the model's folder, which `examine` reports
@@ -143,7 +143,7 @@ def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldE
 
 
 def quick_findings(recipe: Recipe, examined: Examination) -> list[Finding]:
-    """Return the findings of the rules alone. This takes a fraction of a second after the examination."""
+    """Return the findings of rules, without those of other checks. This takes a fraction of a second after the examination."""
     return apply((*RECIPE_RULES, *SETTINGS_RULES), *_views(recipe, examined))
 
 
