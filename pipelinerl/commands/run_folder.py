@@ -32,7 +32,7 @@ from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.processes import Launch, ServiceProcess, living_names
 from pipelinerl.messages.sequences import DeadLetter, decode_dead_letter, decode_group
-from pipelinerl.run_dir import LINEAGE, NAMED_IN, RunDir, run_name
+from pipelinerl.run_dir import LINEAGE, NAMED_IN, RunDir, read_json, run_name
 from pipelinerl.service.logs import printable
 from pipelinerl.service.settings import StreamsSettings
 
@@ -155,11 +155,8 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
     credentials = run_dir.credentials
     async with AsyncExitStack() as stack:
         if living_names(run_dir):
-            file = run_dir.address(NATS)
-            try:
-                url = str(json.loads(file.read_bytes())["url"])
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                raise FieldError("RUN_DIR", str(file), f"does not say where the run's nats-server is: {error!r}") from error
+            if not (url := str(read_json(file := run_dir.address(NATS)).get("url") or "")):
+                raise FieldError("RUN_DIR", str(file), "does not say where the run's nats-server is; wait until it has started")
         else:
             copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
             await asyncio.to_thread(shutil.copytree, run_dir.nats_store.resolve() / _STORE, copy / _STORE)

@@ -114,7 +114,9 @@ class SetView(Settings):
         rewards, empty = ([one.reward for one in self.calls if any_ or not one.completion] for any_ in (True, False))
         right = [one.reward for one in self.calls if one.completion and not one.near_miss]
         wrong = [one.reward for one in self.calls if one.near_miss and self.share.reward.is_function]
-        if len(wrong) < 4 or max(rewards) in empty or fmean(right) - fmean(wrong) > 0.1 * (max(rewards) - min(rewards)):
+        if not right or len(wrong) < 4 or max(rewards) in empty:
+            return ""
+        if fmean(right) - fmean(wrong) > 0.1 * (max(rewards) - min(rewards)):
             return ""
         return f"{len(right)} right answers earn {fmean(right):.3g}, {len(wrong)} wrong ones {fmean(wrong):.3g} on average"
 

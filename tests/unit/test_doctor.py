@@ -315,6 +315,9 @@ def test_slow_trial_calls_and_a_template_that_begins_the_reasoning_are_named() -
     examined = Examination(calls=[call], preview=Preview([("prompt", "9 tokens\n    | ⟨<think>⟩\n    | ")]))
     found = [one.id for one in quick_findings(recipe, examined) if one.field.startswith("reward.")]
     assert found == ["form-unsaid", "reward-slow"]
+    own = make_recipe(model=CPU, reward={"scorer": "own:score", "timeout_s": 5.0})
+    wrong = Examination(calls=[replace(call, near_miss="8"), *[replace(call, near_miss="9", reward=0.5)] * 3])
+    assert "reward-slow" in [one.id for one in quick_findings(own, wrong)], "the reward may fail for every right answer"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
