@@ -113,6 +113,8 @@ _SET = ("--set a.b=c", str, "override a field of the recipe by a YAML value (rep
 _RECIPE = ("recipe RECIPE", str, "recipe file, its folder, or the name of one under recipes/", {"completer": _recipes})
 _PERHAPS = (*_RECIPE[:3], {"completer": _recipes, "nargs": "?"})
 _ROWS = ("--reward-rows N", int, "number of problems on which each reward is tried (default: 20)", {"default": 20})
+_SIZE = ("--parameters SIZE", str, "number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory "
+         "(default: from the model's files, or else 1.1 times the number in its name)")  # fmt: skip
 _POLICY = (
     ("subject RUN|CHECKPOINT", Path, "folder of a run, a checkpoint or an adapter"),
     ("--version N", int, "version of the run's policy (default: the newest)"),
@@ -189,13 +191,12 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--chart-values FILE", Path, "values of the chart, as its validation Job passes them; check these too"),
         ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB; then also print how much the recipe needs, and advice. "
          "With several trainer nodes, set the total number of ranks by --set trainer.nproc=N"),
-        ("--parameters SIZE", str, "number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory "
-         "(default: from the model's files, or else 1.1 times the number in its name)"),
+        _SIZE,
     ]),
     "doctor": ("say why a recipe will not learn, or why a run does not", "validate:doctor", [
         ("subject RECIPE|RUN", str, "recipe file or name, or the folder of a run, finished or not"),
         _SET, _ROWS,
-        ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB, to check that a recipe fits"),
+        ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB, to check that a recipe fits"), _SIZE,
         ("--json", None, "print one JSON object"),
     ], "pipelinerl doctor my.yaml --set trainer.steps=500", "pipelinerl doctor runs/try"),
     "chat": ("talk to a trained policy in the terminal", "chat:chat", [

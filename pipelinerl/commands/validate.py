@@ -55,16 +55,11 @@ def validate(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     modules = modules_beside(recipe, find_recipe(args.recipe))
     examined = Examination() if args.fields_only else examine(recipe, args.reward_rows, modules, prompts=True)
-    needed = list[tuple[str, str]]()
     mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
-    if args.parameters is not None and args.gpu_memory is None:
-        raise FieldError("--parameters", args.parameters, "needs --gpu-memory; give that, too, or leave this out")
     if args.chart_values is not None:
         mistakes += chart_problems(args.chart_values, recipe)
-    if args.gpu_memory is not None:
-        needed, told = memory_of(recipe, model_of(recipe, args.parameters), gib_of(args.gpu_memory))
-        mistakes += told
-    if mistakes:
+    needed, told = _memory(recipe, args)
+    if mistakes := [*mistakes, *told]:
         raise RecipeError(recipe.name, mistakes)
     data, warned = data_outline(recipe, examined.sources)
     shares = recipe.sets_by_place
@@ -229,6 +224,15 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
     return known_model(recipe, size)
 
 
+def _memory(recipe: Recipe, args: argparse.Namespace) -> tuple[list[tuple[str, str]], list[FieldError]]:
+    """Return the results of `memory_of`, which are empty without `--gpu-memory`. Raises `FieldError`."""
+    if args.gpu_memory is not None:
+        return memory_of(recipe, model_of(recipe, args.parameters), gib_of(args.gpu_memory))
+    if args.parameters is not None:
+        raise FieldError("--parameters", args.parameters, "needs --gpu-memory; give that, too, or leave this out")
+    return [], []
+
+
 def memory_of(recipe: Recipe, model: Model, memory_gib: float) -> tuple[list[tuple[str, str]], list[FieldError]]:
     """Return the rows of `memory_outline`, and a problem for each part of the run that does not fit GPUs of `memory_gib`."""
     if recipe.actor.colocate:
@@ -251,7 +255,7 @@ def doctor(args: argparse.Namespace) -> int:
     """Return the exit code: 0 without a grave finding, 1 with one. Raises `UserError` for wrong arguments."""
     folder = Path(args.subject)
     if is_run := any((folder / name).is_file() for name in NAMED_IN):
-        for option, value in (("--set", args.overrides), ("--gpu-memory", args.gpu_memory)):
+        for option, value in (("--set", args.overrides), ("--gpu-memory", args.gpu_memory), ("--parameters", args.parameters)):
             if value:
                 raise FieldError(option, value, "applies only to a recipe; leave it out for a run")
     findings = examine_run(folder, is_running=bool(living_names(RunDir(folder, "")))) if is_run else _of_recipe(args)
@@ -266,10 +270,8 @@ def _of_recipe(args: argparse.Namespace) -> list[Finding]:
         recipe = load_recipe(args.subject, args.overrides)
     except RecipeError as error:
         return [adopted(MISTAKE, problem) for problem in error.problems]
-    problems: list[FieldError] = []
-    if args.gpu_memory is not None:
-        problems = memory_of(recipe, model_of(recipe, None), gib_of(args.gpu_memory))[1]
-    return findings_of(recipe, examine(recipe, args.reward_rows, modules_beside(recipe, find_recipe(args.subject))), problems)
+    modules, (_, problems) = modules_beside(recipe, find_recipe(args.subject)), _memory(recipe, args)
+    return findings_of(recipe, examine(recipe, args.reward_rows, modules), problems)
 
 
 def _told(subject: str, findings: Sequence[Finding]) -> Iterator[str]:

@@ -261,7 +261,7 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         (tmp_path / "seeded.yaml").write_text(yaml.safe_dump(changed(changes)))
         subject = str(tmp_path / "seeded.yaml")
-        args = argparse.Namespace(subject=subject, overrides=[], gpu_memory=None, reward_rows=tried, json=True)
+        args = argparse.Namespace(subject=subject, overrides=[], gpu_memory=None, parameters=None, reward_rows=tried, json=True)
         code, told = doctor(args), json.loads(capsys.readouterr().out)
         assert code == any(one["gravity"] == "grave" for one in told["findings"])
         findings = [one for one in told["findings"] if one["id"] != "machine-lacks"]
@@ -290,7 +290,7 @@ def test_a_reward_beside_the_recipe_is_found(judge: Judge, tmp_path: Path) -> No
     [unpaid] = judge({"reward.scorer": "own_tags:tagged"}, ROWS, 12)
     assert unpaid["id"] == "references-unpaid", "nothing is paid, so no wrong answer is"
     (tmp_path / "seeded.yaml").rename(tmp_path / "recipe.yaml")
-    args = argparse.Namespace(subject=str(tmp_path), overrides=[], gpu_memory=None, reward_rows=2, json=False)
+    args = argparse.Namespace(subject=str(tmp_path), overrides=[], gpu_memory=None, parameters=None, reward_rows=2, json=False)
     args.reward_rows = 0
     assert doctor(args) == 0  # a folder of `pipelinerl init` is no run
 
