@@ -156,10 +156,8 @@ def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for place, share in recipe.tasks_by_place.items():
         task = share.task
         what = task.path if task.source in ("jsonl", "hub") else f"{task.name} ({task.source})"
-        if task.is_episodic:
-            about = ", ".join(filter(None, (what, task.path, task.command, *task.tools)))
-        else:
-            about = f"{what}, {task.prompt_style} prompts"
+        parts = (task.path, task.command, *task.tools) if task.is_episodic else (f"{task.prompt_style} prompts",)
+        about = ", ".join(filter(None, (what, *parts)))
         if not place:
             yield from (("task", about), ("reward", share.reward.scorer))
             continue
