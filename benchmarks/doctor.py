@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result_files import write_result
-from pipelinerl.doctor import learning, lessons
+from pipelinerl.doctor import lessons
 from pipelinerl.doctor.findings import rules_of
-from pipelinerl.doctor.runs import examine_run, losses
+from pipelinerl.doctor.runs import FIGURE_RULES, examine_run, losses
 from pipelinerl.doctor.settings import SETTINGS_RULES
 from pipelinerl.run_summary import read_jsonl
 from tests.support.seeded_faults import HEALTHY, RUN_FAULTS, RunFault, sums
@@ -81,7 +81,7 @@ def matrix(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each kind of fault: how many runs the doctor judged rightly, and what it said of the others. It is right
     if it names the cause first or, of a healthy run, finds nothing grave."""
     known = {"settings": SETTINGS_RULES, "lost data": (losses,), "lengths, answers, rewards": lessons.RULES,
-             "numerics, policy, speed": learning.RULES}  # fmt: skip
+             "numerics, policy, speed": FIGURE_RULES}  # fmt: skip
     kinds = {id_: kind for kind, families in known.items() for id_ in rules_of(*families)}
     rows = []
     for kind in (*known, "none: a healthy run"):

@@ -8,10 +8,9 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-_INTERFACE = ("train", "start", "Run")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _INTERFACE:
+    if name in ("train", "start", "Run"):
         return getattr(importlib.import_module("pipelinerl.api"), name)
     raise AttributeError(f"module 'pipelinerl' has no attribute {name!r}")

@@ -33,15 +33,7 @@ from typing import Any
 
 from pipelinerl.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, FieldError, MissingPackage, ServiceError, UserError
 from pipelinerl.local.processes import living_names
-from pipelinerl.recipe.loading import (
-    find_recipe,
-    found_beside,
-    modules_beside,
-    read_recipe,
-    recipe_from_data,
-    recipe_yaml,
-    set_value,
-)
+from pipelinerl.recipe import loading
 from pipelinerl.run_dir import RunDir, checkpoint_of, copy_modules, new_place, read_json, run_name
 from pipelinerl.run_summary import read_jsonl
 from pipelinerl.service.settings import read_address
@@ -51,16 +43,16 @@ Given = str | Path | Mapping[str, Any]
 Folder = str | Path
 _LOOK_S = 0.2
 _PAGE_WITHIN_S = 60.0
-_FRAME_HEIGHT = 640
 _SHIPPED = "notebook_reward"
-"""Name of the module that is written for a reward function from a notebook or from the main program."""
+"""Name of the module that is written for a reward function that cannot be imported, such as one of a notebook."""
 
 
 def train(
     recipe: Given, reward: Reward | None = None, *, name: str | None = None, run_dir: Folder | None = None, **overrides: Any
 ) -> Run:
     """Start a run as `start` does, print its progress, and return it at its end. After an interrupt (Ctrl-C, or the stop button
-    of a notebook), stop the run cleanly, with a checkpoint, and return it. Raises `ServiceError` if the run fails."""
+    of a notebook), stop the run cleanly, with a checkpoint, and return it. Raises `UserError` for a mistake, and `ServiceError`
+    if the run fails for another reason."""
     run = start(recipe, reward, name=name, run_dir=run_dir, **overrides)
     try:
         for line in run.follow():
@@ -76,9 +68,9 @@ def start(
     """Start a run on this machine and return at once. If this program ends first, it stops the run cleanly.
 
     `recipe`: the name of a shipped recipe, a recipe file, or a mapping with the recipe's fields. `reward`: a function, even one
-    of a notebook, or its path, `package.module:function` or `file.py:function`. From such a file's folder or package, the
-    run also gets the other modules. `overrides`: fields of the recipe by their paths, as in `**{"trainer.steps": 40}`. `name`,
-    `run_dir`: as for `pipelinerl run`. Raises `UserError` for a mistake.
+    of a notebook; its path, `package.module:function` or `file.py:function`; or the name of a scorer. From such a file's folder
+    or package, the run also gets the other modules. `overrides`: fields of the recipe by their paths, as in
+    `**{"trainer.steps": 40}`. `name`, `run_dir`: as for `pipelinerl run`. Raises `UserError` for a mistake.
     """
     given: Path | None = None
     if isinstance(recipe, Mapping):
@@ -86,24 +78,24 @@ def start(
     elif not isinstance(recipe, str | Path):
         raise FieldError("recipe", f"{recipe!r:.100}", "give a recipe's name, its file, or a mapping of its fields")
     else:
-        given = find_recipe(recipe)
-        data = found_beside(read_recipe(given), given.parent)
+        given = loading.find_recipe(recipe)
+        data = loading.found_beside(loading.read_recipe(given), given.parent)
     prepared = tempfile.TemporaryDirectory(prefix="pipelinerl-")
     task, shipped, scorer = Path(prepared.name, "task"), Path(prepared.name, "reward"), ""
     for folder in (task, shipped):
         folder.mkdir()
     if reward is not None:
         scorer = _scorer(reward, shipped)
-        set_value(data, ("reward", "scorer"), scorer)
+        loading.set_value(data, ("reward", "scorer"), scorer)
     for path, value in overrides.items():
-        set_value(data, path.split("."), value)
-    checked = recipe_from_data(data, "recipe" if given is None else str(given))
+        loading.set_value(data, path.split("."), value)
+    checked = loading.recipe_from_data(data, "recipe" if given is None else str(given))
     if scorer and all(one.reward.scorer != scorer for one in checked.mixture.values()):
         raise FieldError("reward", scorer, "no task uses it: each has a reward.scorer; leave out that field or this reward")
-    for modules in (modules_beside(checked, given) if given is not None else None, shipped):
+    for modules in (loading.modules_beside(checked, given) if given is not None else None, shipped):
         if modules is not None:
             copy_modules(modules, task)  # the given reward comes last, so its modules overwrite those of the recipe
-    (task / "recipe.yaml").write_text(recipe_yaml(checked), encoding="utf-8")
+    (task / "recipe.yaml").write_text(loading.recipe_yaml(checked), encoding="utf-8")
     place = new_place(checked.name, datetime.now(), name, None if run_dir is None else _folder("run_dir", run_dir), "name")
     options = ["--run-dir", str(place.path), "--name", place.name]
     output = Path(prepared.name) / "output.txt"
@@ -161,8 +153,6 @@ class Run:
             run_name(self.path)
         self._dir = RunDir(self.path.absolute(), self.path.name)  # absolute, as the program may change its current folder
 
-    # These methods need a run that `start` returned.
-
     def wait(self) -> Run:
         """Wait for the end, and return this run. Raises `ServiceError` with the last lines of the output if the run failed, or
         `UserError` if the cause is a mistake that only the run found, such as one in the data or in the reward."""
@@ -203,10 +193,8 @@ class Run:
 
     def _own(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            raise FieldError("run", str(self.path), "was not started here; stop it where it was started")
+            raise FieldError("run", str(self.path), "was not started here; wait for it or stop it where it was started")
         return self._process
-
-    # Members for every run.
 
     @property
     def is_running(self) -> bool:
@@ -265,7 +253,7 @@ class Run:
 
     def policy(self, version: int | None = None) -> Any:
         """Load the policy of `version`, or the newest one, as a `pipelinerl.policy.Policy`. Raises `FieldError` if there is no
-        such checkpoint."""
+        such checkpoint, or if it does not load."""
         return importlib.import_module("pipelinerl.policy").Policy(checkpoint_of(self._dir.path, version))
 
     def __repr__(self) -> str:
@@ -280,7 +268,7 @@ class Run:
             time.sleep(_LOOK_S)
         if page is None:
             return f"<pre>{html.escape(repr(self))}</pre>"
-        return f'<iframe src="{html.escape(page)}" width="100%" height="{_FRAME_HEIGHT}"></iframe>'
+        return f'<iframe src="{html.escape(page)}" width="100%" height="640"></iframe>'
 
 
 # Write a function of a notebook or script as the source of a module that the verifier can import. Nothing is pickled.
@@ -374,8 +362,8 @@ def _is_function(value: Any) -> bool:
 
 
 def _imported_from(value: Any) -> str:
-    """Return `module:name` if this name in a module other than the main program refers to the value itself, else "". The
-    name of a wrapper may instead refer to the function that it wraps."""
+    """Return `module:name` if this name in a module other than the main program refers to the value itself, else "". A wrapper
+    has the name of the function that it wraps, so its name may refer to that function."""
     module, name = str(getattr(value, "__module__", None)), getattr(value, "__qualname__", "")
     is_held = module != "__main__" and name.isidentifier() and getattr(sys.modules.get(module), name, None) is value
     return f"{module}:{name}" if is_held else ""

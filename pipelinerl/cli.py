@@ -1,7 +1,7 @@
 """The `pipelinerl` command: the arguments of its commands, their completion in a shell, and exit codes for errors.
 
 A command's module is imported only when the command runs, because the import may be slow. Exit codes: 0 success, 1 failure, 2 a
-user's mistake (in arguments, recipe or folder), 130 interrupted, 141 output pipe closed by its reader.
+user's mistake (in arguments, recipe or folder), 130 interrupted, 141 output pipe closed by its reader before the command ended.
 """
 
 from __future__ import annotations
@@ -109,10 +109,12 @@ def _kept(**_: Any) -> list[str]:
 
 
 _OVERRIDES = {"dest": "overrides", "action": "append", "default": []}
-_FIELDS = _OVERRIDES | {"completer": _fields}
-_SET = ("--set a.b=c", str, "override one field of the recipe; the value is YAML (repeatable)", _FIELDS)
+_SET = ("--set a.b=c", str, "override a field of the recipe by a YAML value (repeatable)", _OVERRIDES | {"completer": _fields})
 _RECIPE = ("recipe RECIPE", str, "recipe file, its folder, or the name of one under recipes/", {"completer": _recipes})
 _PERHAPS = (*_RECIPE[:3], {"completer": _recipes, "nargs": "?"})
+_ROWS = ("--reward-rows N", int, "number of problems on which each reward is tried (default: 20)", {"default": 20})
+_SIZE = ("--parameters SIZE", str, "number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory "
+         "(default: from the model's files, or else 1.1 times the number in its name)")  # fmt: skip
 _POLICY = (
     ("subject RUN|CHECKPOINT", Path, "folder of a run, a checkpoint or an adapter"),
     ("--version N", int, "version of the run's policy (default: the newest)"),
@@ -122,8 +124,7 @@ _CLUSTER = (
     ("--context NAME", str, "context of the kubeconfig (default: the current one)", {"default": ""}),
 )
 _STREAMS = (
-    ("--nats URL", str, "NATS server of a run on other machines, such as nats://host:4222 (default in a run's pod: the pod's "
-     "setting)", {"default": ""}),
+    ("--nats URL", str, "NATS server of a run on other machines, such as nats://host:4222 (default in a pod: its setting)"),
     ("--credentials FILE", Path, "file with user:password, or a .creds file"),
     ("--tls-dir DIR", Path, "folder with ca.crt, and with tls.crt and tls.key if the server asks for a certificate"),
 )  # fmt: skip
@@ -168,8 +169,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--release NAME", str, "name of the release and of the run (default: the recipe's name)"),
         ("--values FILE", Path, "file with values of the chart, which override those that this command sets (repeatable)",
          {"action": "append", "default": []}),
-        ("--watch", None, "show the run, fetch its report and checkpoint at its end, and remove the release and its volume "
-         "claims"),
+        ("--watch", None, "show the run, fetch report and checkpoint at its end, and remove the release with its volumes"),
         ("--attach RELEASE", str, "as --watch, for a release that was submitted before"),
         ("--keep", None, "remove nothing after fetching the results"),
         ("--output DIR", Path, "folder for the results (default: runs/<name>)"),
@@ -186,23 +186,17 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--timeout S", float, "seconds to wait until all actors serve (300)", {"default": 300.0}),
     ]),
     "validate": ("check a recipe and print a summary of it", "validate:validate", [
-        _RECIPE, _SET,
-        ("--fields-only", None, "check only the fields, not the files, folders and functions that they name, which may be on "
-         "another machine"),
-        ("--chart-values FILE", Path, "file with values of the chart, as its validation Job passes it; also check that these "
-         "fit the recipe"),
-        ("--reward-rows N", int, "number of problems on which each reward is tried, with the reference answer as completion "
-         "(default: 20)", {"default": 20}),
+        _RECIPE, _SET, _ROWS,
+        ("--fields-only", None, "check only the fields, not files and functions that they name, which may be elsewhere"),
+        ("--chart-values FILE", Path, "values of the chart, as its validation Job passes them; check these too"),
         ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB; then also print how much the recipe needs, and advice. "
          "With several trainer nodes, set the total number of ranks by --set trainer.nproc=N"),
-        ("--parameters SIZE", str, "number of the model's parameters, including all experts, such as 7.6B, for --gpu-memory "
-         "(default: from the model's files, or else 1.1 times the number in its name)"),
+        _SIZE,
     ]),
     "doctor": ("say why a recipe will not learn, or why a run does not", "validate:doctor", [
         ("subject RECIPE|RUN", str, "recipe file or name, or the folder of a run, finished or not"),
-        ("--set a.b=c", str, "override a field", _OVERRIDES),
-        ("--reward-rows N", int, "number of problems on which a recipe's rewards are tried (20)", {"default": 20}),
-        ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB, to check that a recipe fits"),
+        _SET, _ROWS,
+        ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB, to check that a recipe fits"), _SIZE,
         ("--json", None, "print one JSON object"),
     ], "pipelinerl doctor my.yaml --set trainer.steps=500", "pipelinerl doctor runs/try"),
     "chat": ("talk to a trained policy in the terminal", "chat:chat", [
@@ -241,8 +235,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--step STEP", int, "a single step; short for --from STEP --to STEP"),
         ("--tokens", None, "show the tokens of --step instead of its figures"),
         ("--most N", int, "number of sequences that --tokens shows (4)", {"default": 4}),
-        ("--set a.b=c", str, "change a field of trainer or algorithm (repeatable); the new figures are shown beside the "
-         "recorded ones", _OVERRIDES),
+        ("--set a.b=c", str, "change a field of trainer or algorithm (repeatable), and compare the figures", _OVERRIDES),
     ],
         "pipelinerl replay runs/try                                      # every step, and compare the digests",
         "pipelinerl replay runs/try --from 40 --to 60 --set algorithm.loss=grpo",
@@ -256,7 +249,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "compare": ("compare runs: recipes, accuracies with intervals, curves, samples", "compare:compare", [
         ("runs RUN", Path, "folders of two or more runs, finished or not", {"nargs": "+"}),
         ("--out FILE", Path, "file of the page (default: compare.html, or none with --csv)"),
-        ("--csv FILE|-", Path, "CSV file with all figures, one row per step (- for stdout)"),
+        ("--csv FILE|-", Path, "CSV file with all figures, one row per version of each run (- for stdout)"),
         ("--open", None, "open the page in the browser"),
     ], "pipelinerl compare runs/low-rate runs/high-rate --open"),
     "audit": ("recompute a run's ledger from its journal, checkpoints and streams", "run_folder:audit", [

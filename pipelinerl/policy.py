@@ -1,4 +1,4 @@
-"""Load a trained policy into this process. It needs torch and transformers, and the services do not use it."""
+"""Load a trained policy into this process. The services do not use this module, which needs torch and transformers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Policy:
 
     def stream(self, prompt: list[int], max_tokens: int, temperature: float) -> Iterator[str]:
         """Yield the completion of a prompt in pieces, without special tokens and stop texts. Raises `FieldError` if the prompt
-        fills the model's context."""
+        fills the model's context, or the weights give NaN."""
         return pieces(self._texts(prompt, max_tokens, temperature), self._stop)
 
     @torch.inference_mode()

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ ABOUT, ADAPTER = "pipelinerl.json", "adapter_config.json"
 """Files of a checkpoint: one with its policy version, and one with the configuration of a LoRA adapter."""
 MODEL_IN = ("config.json", ADAPTER)
 NOTHING_THERE = -1
-"""Position in a checkpoint to which no message on the streams belongs. A trainer that continues from it empties them first."""
+"""Position in a checkpoint to which no message on the streams belongs. A trainer that continues from such a checkpoint empties
+the streams first."""
 STATE_FORMAT = 3
 """Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
@@ -350,24 +352,6 @@ def checkpoint_of(folder: Path, version: int | None = None) -> Checkpoint:
     return found[max(found) if version is None else version]
 
 
-def newest_state(run_dir: Path) -> Mapping[str, Any] | None:
-    """Return the content of the newest checkpoint's run.json, or None without one. Raises `ValueError` if it is not JSON."""
-    found = resumable(run_dir)
-    return json.loads(found[max(found)].read_text(encoding="utf-8")) if found else None
-
-
-def state_to_resume(run: RunDir, option: str) -> tuple[int | None, Mapping[str, Any]]:
-    """Return version and recipe of the newest checkpoint, or None and {} if the run starts again from version 0. Raises
-    `FieldError` on `option` if the run cannot continue from its folder."""
-    try:
-        if missing := missing_from(run.path):
-            raise FieldError(option, str(run.path), missing)
-        state = newest_state(run.path)
-        return (None, {}) if state is None else (state["policy_version"], state["recipe"])
-    except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise FieldError(option, str(run.path), f"remove its newest checkpoint, which cannot be read: {error!r}") from error
-
-
 def trainer_starts(run_dir: Path) -> list[int]:
     """Return the policy version at which each of the run's trainers began; empty if lineage.json cannot be read."""
     starts = read_json(run_dir / LINEAGE).get("starts")
@@ -381,30 +365,39 @@ def recipe_changes_of(run_dir: Path) -> list[str]:
     return [f"version {version}: {change}" for version, made in lists if isinstance(made, list) for change in made]
 
 
-def missing_from(run_dir: Path) -> str:
-    """Return why a run cannot continue from a folder that lost files or is of another format, and the fix. Return an empty text
-    if the run can continue, or the folder is new. Raises `ValueError` for a file with invalid content."""
-    state, journal = newest_state(run_dir), run_dir / JOURNAL
-    size = journal.stat().st_size if journal.is_file() else 0
+def newest_state(run_dir: Path, option: str) -> Mapping[str, Any] | None:
+    """Return the content of the newest checkpoint's run.json; None if the run starts again from version 0. Raises `FieldError`
+    on `option` if the run cannot continue from its folder, because files are missing or damaged, or have another format."""
+    found, journal, why = resumable(run_dir), run_dir / JOURNAL, ""
+    try:
+        state: Any = json.loads(found[max(found)].read_text(encoding="utf-8")) if found else None
+        if found:
+            itemgetter("format", "policy_version", "recipe", "journal_bytes")(state)  # raises an error if one is missing
+        written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
+        size = journal.stat().st_size if journal.is_file() else 0
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        fix = "restore the file, or remove that checkpoint"
+        raise FieldError(option, str(run_dir), f"its journal or newest checkpoint cannot be read: {error!r}; {fix}") from error
     if not (run_dir / LINEAGE).is_file():
-        if state is None and not size:
-            return ""
-        return f"{LINEAGE} is missing: restore it from a copy, or start a new run in another folder"
-    if state is not None and state["format"] != STATE_FORMAT:
-        return (
+        if state or size:
+            why = f"{LINEAGE} is missing: restore it from a copy, or start a new run in another folder"
+    elif state is None:
+        if written:
+            why = (
+                f"a checkpoint of version {max(written)} was written, but {CHECKPOINTS}/ holds none to continue from: restore "
+                "that checkpoint, or start a new run from the final policy in checkpoint/ (model.source: path)"
+            )
+    elif state["format"] != STATE_FORMAT:
+        why = (
             f"the checkpoint of policy version {state['policy_version']} has format {state['format']}, and this release of "
             f"pipelinerl reads {STATE_FORMAT}: finish the run with the release that wrote it, or start a new run from the "
             "policy in checkpoint/ (model.source: path)"
         )
-    if state is not None and state["journal_bytes"] > size:
-        return (
+    elif state["journal_bytes"] > size:
+        why = (
             f"{JOURNAL} has {size:,} bytes, but it had {state['journal_bytes']:,} when the checkpoint of version "
             f"{state['policy_version']} was written: restore the file, since nothing else records which sequences are in flight"
         )
-    written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
-    if state is None and written:
-        return (
-            f"a checkpoint of version {max(written)} was written, but {CHECKPOINTS}/ holds none to continue from: restore "
-            "that checkpoint, or start a new run from the final policy in checkpoint/ (model.source: path)"
-        )
-    return ""
+    if why:
+        raise FieldError(option, str(run_dir), why)
+    return state

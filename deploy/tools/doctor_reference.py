@@ -7,14 +7,14 @@ python -m deploy.tools.doctor_reference docs/doctor.md    # replace the text bet
 from __future__ import annotations
 
 from deploy.tools.generated import GeneratedPart, row
-from pipelinerl.doctor import learning, lessons
+from pipelinerl.doctor import lessons
 from pipelinerl.doctor.findings import rules_of
 from pipelinerl.doctor.recipes import ADOPTED, RECIPE_RULES
-from pipelinerl.doctor.runs import losses
+from pipelinerl.doctor.runs import FIGURE_RULES, losses
 from pipelinerl.doctor.settings import SETTINGS_RULES
 
 _KINDS = (("a recipe", RECIPE_RULES), ("settings, before and after a run", SETTINGS_RULES), ("lost data", (losses,)),
-          ("lengths, answers, rewards", lessons.RULES), ("numerics, policy, speed", learning.RULES))  # fmt: skip
+          ("lengths, answers, rewards", lessons.RULES), ("numerics, policy, speed", FIGURE_RULES))  # fmt: skip
 
 
 def rules() -> str:
@@ -22,7 +22,8 @@ def rules() -> str:
     checked = "<br>".join(f"[`{id_}`]({docs}): {meaning}" for id_, (_, meaning, docs) in ADOPTED.items())
     rows = [row(("what `validate` finds", checked))]
     for kind, families in _KINDS:
-        told = (f"[`{id_}`]({one.page}): {one.meaning}: {one.threshold}" for id_, one in rules_of(*families).items())
+        found = rules_of(*families).items()
+        told = (f"[`{id_}`]({page}): {meaning}: {threshold}" for id_, (page, meaning, threshold) in found)
         rows.append(row((kind, "<br>".join(told))))
     return "\n".join(["| rules about | id: meaning: threshold |\n|---|---|", *rows])
 

@@ -45,7 +45,6 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def _policy(args: argparse.Namespace, version: int | None) -> Any:
-    """Load a version of the policy. Raises `UserError`."""
     checkpoint = checkpoint_of(args.subject, version)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when transformers is imported
     try:
@@ -121,7 +120,8 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def serve_command(checkpoint: Checkpoint, arguments: list[str]) -> list[str]:
-    """Return vLLM's command to serve a checkpoint or an adapter under the run's name. `arguments` override the defaults."""
+    """Return vLLM's command to serve a checkpoint or an adapter under the name of its run, or of its folder outside a run.
+    `arguments` override the defaults."""
     path, adapter = checkpoint.path, checkpoint.adapter
     name = run_name(checkpoint.run) if checkpoint.run != path else path.resolve().name
     model = [str(path), "--served-model-name", name]

@@ -88,7 +88,7 @@ _FINAL = (r"####\s*(.+)", r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 
 def init(args: argparse.Namespace) -> int:
-    """Write the folder of a new task, and print how to go on. Raises `FieldError` if the folder is not empty or the data cannot
+    """Write the folder of a new task, and print how to go on. Raises `UserError` if the folder is not empty or the data cannot
     be used; then nothing is written."""
     folder: Path = args.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

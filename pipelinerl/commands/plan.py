@@ -47,7 +47,7 @@ def plan(args: argparse.Namespace) -> int:
         raise FieldError("--active-parameters", active, f"a token cannot use more than all {args.parameters} parameters")
     if args.kv_kib_per_token:
         model = replace(model, kv_bytes=args.kv_kib_per_token * 1024, kv_source="as given")
-    lengths, source = lengths_of(args.lengths, recipe)
+    lengths, source = lengths_of(args.lengths, recipe.max_tokens)
     machine = machine_of(args.accelerator, model, recipe, lengths)
     wanted = recipe, model, machine, lengths, args.accelerators, args.sequences_in_progress
     if found := misfits(*wanted):
@@ -72,9 +72,8 @@ def size_of(text: str, option: str = "--parameters") -> float:
     return float(found[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()]
 
 
-def lengths_of(text: str, recipe: Recipe) -> tuple[Lengths, str]:
+def lengths_of(text: str, max_tokens: int) -> tuple[Lengths, str]:
     """Return completion lengths from bars of a histogram or from a run's folder, and their source. Raises `FieldError`."""
-    max_tokens = recipe.max_tokens
     given = [_BAR.fullmatch(bar.strip()) for bar in text.split(",")]
     if not all(given):
         return trained_lengths(Path(text), max_tokens)

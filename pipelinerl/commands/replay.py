@@ -34,7 +34,7 @@ def replay(args: argparse.Namespace) -> int:
     if args.tokens and args.step is None:
         raise FieldError("--tokens", True, "needs --step N, whose tokens it shows")
     if args.step is not None and (args.first, args.last) != (None, None):
-        raise FieldError("--step", args.step, "is a whole range; leave out --from and --to")
+        raise FieldError("--step", args.step, "is already a range of one step; leave out --from and --to")
     if args.most < 1:
         raise FieldError("--most", args.most, "must be at least 1")
     for override in args.overrides:
@@ -116,16 +116,8 @@ def check_override(override: str) -> None:
 def _compute(run: RunDir, recipe: Recipe, **options: Any) -> int:
     """Run `services.trainer.replay` with its `Options`, and return its exit code."""
     cache = run.path if recipe.model.source == "checkpoint" else cache_folder(os.environ)
-    settings = {
-        "run": run.name,
-        "recipe": str(run.recipe.resolve()),
-        "run_dir": str(run.path.resolve()),
-        "model_dir": "",
-        "instance": "replay",
-        "verifier": "none",
-        "nodes": "1",
-        "node": "0",
-    }
+    settings = {"run": run.name, "recipe": str(run.recipe.resolve()), "run_dir": str(run.path.resolve())}
+    settings |= {"model_dir": "", "instance": "replay", "nodes": "1", "node": "0"}
     environment = {"PIPELINERL_MODEL_CACHE": str(cache / "models"), **os.environ}
     environment |= {f"PIPELINERL_{name.upper()}": value for name, value in settings.items()}
     command = [sys.executable, "-m", "services.trainer.replay", json.dumps(options)]

@@ -31,7 +31,7 @@ from pipelinerl.recipe.model_folder import known_parameters
 from pipelinerl.recipe.preflight import check_environment, doubts
 from pipelinerl.rl.memory import checkpoint_bytes
 from pipelinerl.rl.placement import Placement
-from pipelinerl.run_dir import MOST_ACTORS, RunDir, create_run_dir, find_run, read_json, state_to_resume, write_json
+from pipelinerl.run_dir import MOST_ACTORS, RunDir, create_run_dir, find_run, newest_state, read_json, write_json
 from pipelinerl.run_summary import is_finished
 from pipelinerl.service.logs import LogContext, configure_logging
 from pipelinerl.service.tls import read_certificates
@@ -117,9 +117,10 @@ def resume(
     new = loading.load_recipe(recipe, overrides) if recipe else loading.recipe_from_data(old, str(run_dir.recipe), overrides)
     changes = loading.check_resumable(old, new)
     check_stopped(run_dir, RESUME)
-    version, begun_with = state_to_resume(run_dir, RESUME)
-    if version is not None:
-        loading.check_resumable(begun_with, new)
+    version, state = None, newest_state(run_dir.path, RESUME)
+    if state is not None:
+        version = state["policy_version"]
+        loading.check_resumable(state["recipe"], new)
     summary, steps = read_json(run_dir.summary), new.trainer.steps
     taken = max(version or 0, int(summary.get("steps") or 0) if is_finished(summary) else 0)
     if steps < taken or (steps == taken and is_finished(summary)):

@@ -15,13 +15,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.audit.audit import OpenStreams, as_json, audit_run, lines
+from pipelinerl.audit.audit import as_json, audit_run, lines
 from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.bus.protocol import check_run_name, group_id_of
@@ -32,12 +32,11 @@ from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.nats import NatsServer
 from pipelinerl.local.processes import Launch, ServiceProcess, living_names
 from pipelinerl.messages.sequences import DeadLetter, decode_dead_letter, decode_group
-from pipelinerl.run_dir import LINEAGE, NAMED_IN, RunDir, run_name
+from pipelinerl.run_dir import LINEAGE, NAMED_IN, RunDir, read_json, run_name
 from pipelinerl.service.logs import printable
 from pipelinerl.service.settings import StreamsSettings
 
 _COLUMNS = ("TIME", "GROUP", "DELIVERIES", "ACTOR", "REASON", "PROMPT")
-_REASON_CHARACTERS, _PROMPT_CHARACTERS = 60, 40
 
 
 def report(args: argparse.Namespace) -> int:
@@ -52,7 +51,7 @@ def audit(args: argparse.Namespace) -> int:
     if not any((args.run_dir / file).is_file() for file in NAMED_IN):
         raise FieldError("RUN_DIR", str(args.run_dir), "has neither run.json nor lineage.json: give the folder of a run")
     streams = _streams_of(args, run)
-    elsewhere = streams is not None and (args.nats or not holds_streams(args.run_dir))
+    elsewhere = streams is not None and streams.func is not streams_in_folder
     at_work = (lambda: True) if elsewhere else (lambda: "trainer" in living_names(RunDir(args.run_dir, "")))
     done = asyncio.run(audit_run(run, args.run_dir, streams, at_work))
     print(json.dumps(as_json(done, args.versions), indent=2) if args.json else "\n".join(lines(done, args.versions)))
@@ -95,7 +94,9 @@ async def _read(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
 
 
 def _described(letter: DeadLetter) -> dict[str, Any]:
-    shown: dict[str, Any] = {"time": _date(letter.at_s), "group_id": group_id_of(letter.msg_id)}
+    shown: dict[str, Any] = {"time": "?", "group_id": group_id_of(letter.msg_id)}
+    with suppress(ValueError, OverflowError, OSError):
+        shown["time"] = datetime.fromtimestamp(letter.at_s, UTC).isoformat(timespec="seconds")
     shown |= {name: getattr(letter, name) for name in ("msg_id", "deliveries", "actor", "reason")}
     shown["bytes"] = len(letter.prompt_group)
     try:
@@ -106,16 +107,9 @@ def _described(letter: DeadLetter) -> dict[str, Any]:
     return shown | {name: getattr(group, name) for name in same} | {"prompt_token_ids": group.prompt_token_ids.tolist()}
 
 
-def _date(at_s: float) -> str:
-    try:
-        return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds")
-    except (ValueError, OverflowError, OSError):
-        return "?"
-
-
 def _row(letter: dict[str, Any]) -> tuple[str, ...]:
-    prompt = one_line(letter.get("prompt_text", f"({letter['bytes']} bytes, unreadable)"), _PROMPT_CHARACTERS)
-    reason = one_line(letter["reason"], _REASON_CHARACTERS)
+    prompt = one_line(letter.get("prompt_text", f"({letter['bytes']} bytes, unreadable)"), 40)
+    reason = one_line(letter["reason"], 60)
     return (letter["time"], letter["group_id"] or "?", str(letter["deliveries"]), letter["actor"], reason, prompt)
 
 
@@ -139,22 +133,18 @@ _STORE = "jetstream"
 _STOP_WITHIN_S = 5.0
 
 
-def _streams_of(args: argparse.Namespace, run: str) -> OpenStreams | None:
+def _streams_of(args: argparse.Namespace, run: str) -> partial[Any] | None:
     """Return a function that opens the run's streams; None if none are named. The arguments name a NATS server or a folder with
     streams. Otherwise the environment may name a server. Raises `FieldError` for an invalid run name."""
     if args.nats:
         return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
-    if args.run_dir and holds_streams(args.run_dir):
+    if args.run_dir and (args.run_dir / "nats" / _STORE).is_dir():
         return partial(streams_in_folder, args.run_dir)
     found = StreamsSettings()
     if not found.nats_url:
         return None
     run = check_run_name(run or found.run, "--run")
     return partial(connect, found.nats_url, run, credentials=found.nats_credentials, tls_dir=found.nats_tls_dir)
-
-
-def holds_streams(run_dir: Path) -> bool:
-    return (run_dir / "nats" / _STORE).is_dir()
 
 
 @asynccontextmanager
@@ -165,11 +155,8 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
     credentials = run_dir.credentials
     async with AsyncExitStack() as stack:
         if living_names(run_dir):
-            file = run_dir.address(NATS)
-            try:
-                url = str(json.loads(file.read_bytes())["url"])
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                raise FieldError("RUN_DIR", str(file), f"does not say where the run's nats-server is: {error!r}") from error
+            if not (url := str(read_json(file := run_dir.address(NATS)).get("url") or "")):
+                raise FieldError("RUN_DIR", str(file), "does not say where the run's nats-server is; wait until it has started")
         else:
             copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
             await asyncio.to_thread(shutil.copytree, run_dir.nats_store.resolve() / _STORE, copy / _STORE)

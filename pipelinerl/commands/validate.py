@@ -32,17 +32,8 @@ from pipelinerl.recipe.loading import RecipeError, find_recipe, load_recipe, mod
 from pipelinerl.recipe.model_folder import known_model, known_parameters, token_counter
 from pipelinerl.recipe.preflight import Examination, doubts, examine, files_in
 from pipelinerl.recipe.rehearsal import rehearsed
-from pipelinerl.rl import placement
-from pipelinerl.rl.memory import (
-    GIB,
-    Model,
-    actor_problem,
-    checkpoint_bytes,
-    memory_outline,
-    ranks_of_a_copy,
-    snapshot_gib,
-    trainer_problem,
-)
+from pipelinerl.rl import memory, placement
+from pipelinerl.rl.memory import GIB, Model
 from pipelinerl.rl.throughput import recipe_lag
 from pipelinerl.run_dir import NAMED_IN, RunDir
 from pipelinerl.service.logs import printable
@@ -64,16 +55,11 @@ def validate(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     modules = modules_beside(recipe, find_recipe(args.recipe))
     examined = Examination() if args.fields_only else examine(recipe, args.reward_rows, modules, prompts=True)
-    memory = list[tuple[str, str]]()
     mistakes = [problem for problem in examined.problems if not isinstance(problem, Lacking)]
-    if args.parameters is not None and args.gpu_memory is None:
-        raise FieldError("--parameters", args.parameters, "needs --gpu-memory; give that, too, or leave this out")
     if args.chart_values is not None:
         mistakes += chart_problems(args.chart_values, recipe)
-    if args.gpu_memory is not None:
-        memory, told = memory_of(recipe, model_of(recipe, args.parameters), gib_of(args.gpu_memory))
-        mistakes += told
-    if mistakes:
+    needed, told = _memory(recipe, args)
+    if mistakes := [*mistakes, *told]:
         raise RecipeError(recipe.name, mistakes)
     data, warned = data_outline(recipe, examined.sources)
     shares = recipe.sets_by_place
@@ -82,7 +68,7 @@ def validate(args: argparse.Namespace) -> int:
     data += [("rewards", titles[place] + rehearsed(shares[place], calls)) for place, calls in called.items() if calls]
     data += examined.preview.rows
     print("\n".join([f"{recipe.name}: valid", *(f"  {line}" for line in understood(args.overrides))]))
-    for name, value in [*outline(recipe), *data, *memory]:
+    for name, value in [*outline(recipe), *data, *needed]:
         print(printable(f"  {name:<11}  {value}"))
     warnings, lacking = [*(one for _, one in doubts(recipe, examined)), *warned], list(examined.problems)
     try:
@@ -170,10 +156,8 @@ def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for place, share in recipe.tasks_by_place.items():
         task = share.task
         what = task.path if task.source in ("jsonl", "hub") else f"{task.name} ({task.source})"
-        if task.is_episodic:
-            about = ", ".join(filter(None, (what, task.path, task.command, *task.tools)))
-        else:
-            about = f"{what}, {task.prompt_style} prompts"
+        parts = (task.path, task.command, *task.tools) if task.is_episodic else (f"{task.prompt_style} prompts",)
+        about = ", ".join(filter(None, (what, *parts)))
         if not place:
             yield from (("task", about), ("reward", share.reward.scorer))
             continue
@@ -210,7 +194,7 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
         if size == "":
             yield FieldError("trainer.persistence.size", size, "is empty; set the size of the volume, such as 500Gi")
         return
-    keep, each = recipe.checkpoint.keep, checkpoint_bytes(recipe, int(model.parameters))
+    keep, each = recipe.checkpoint.keep, memory.checkpoint_bytes(recipe, int(model.parameters))
     needed = (keep + 1) * each + model.weights_bytes
     if size is not None and needed > checks.quantity(size or 0):
         why = f"the model, {keep} checkpoints of {each / 1e9:,.0f} GB (checkpoint.keep) and the next one need"
@@ -219,7 +203,7 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
         fix = f"cannot hold the three whole versions that the weight log keeps; give at least {least / GIB:,.0f}, and enlarge"
         yield FieldError("nats.weightsMaxGib", log_gib, f"{fix} nats.persistence.size, or change recipe.set.weights.log")
     limit = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
-    export, copies = model.weights_bytes / GIB, snapshot_gib(recipe, model)[1]
+    export, copies = model.weights_bytes / GIB, memory.snapshot_gib(recipe, model)[1]
     needed_gib = export + (each / GIB - export) / trainer["nodes"] + copies
     if limit is not None and needed_gib * GIB > checks.quantity(limit):
         fix = f"cannot hold a checkpoint and {copies:,.0f}Gi for copies of the weights (to send, and for weights.log)"
@@ -238,6 +222,15 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
     return known_model(recipe, size)
 
 
+def _memory(recipe: Recipe, args: argparse.Namespace) -> tuple[list[tuple[str, str]], list[FieldError]]:
+    """Return the results of `memory_of`, which are empty without `--gpu-memory`. Raises `FieldError`."""
+    if args.gpu_memory is not None:
+        return memory_of(recipe, model_of(recipe, args.parameters), gib_of(args.gpu_memory))
+    if args.parameters is not None:
+        raise FieldError("--parameters", args.parameters, "needs --gpu-memory; give that, too, or leave this out")
+    return [], []
+
+
 def memory_of(recipe: Recipe, model: Model, memory_gib: float) -> tuple[list[tuple[str, str]], list[FieldError]]:
     """Return the rows of `memory_outline`, and a problem for each part of the run that does not fit GPUs of `memory_gib`."""
     if recipe.actor.colocate:
@@ -246,10 +239,10 @@ def memory_of(recipe: Recipe, model: Model, memory_gib: float) -> tuple[list[tup
             recipe = placement.place(recipe, [gpu], model)[0]
         except FieldError as problem:
             return [], [problem]
-        return memory_outline(recipe, model, memory_gib), []
-    ranks = ranks_of_a_copy(recipe, model, memory_gib)
-    told = actor_problem(recipe, model, memory_gib), trainer_problem(recipe, model, memory_gib, ranks)
-    return memory_outline(recipe, model, memory_gib), [problem for problem in told if problem is not None]
+        return memory.memory_outline(recipe, model, memory_gib), []
+    ranks = memory.ranks_of_a_copy(recipe, model, memory_gib)
+    told = memory.actor_problem(recipe, model, memory_gib), memory.trainer_problem(recipe, model, memory_gib, ranks)
+    return memory.memory_outline(recipe, model, memory_gib), [problem for problem in told if problem is not None]
 
 
 _SHOWN = ("step", "prompt", "completion", "reference", "answer", "reason", "reward", "tokens")
@@ -260,7 +253,7 @@ def doctor(args: argparse.Namespace) -> int:
     """Return the exit code: 0 without a grave finding, 1 with one. Raises `UserError` for wrong arguments."""
     folder = Path(args.subject)
     if is_run := any((folder / name).is_file() for name in NAMED_IN):
-        for option, value in (("--set", args.overrides), ("--gpu-memory", args.gpu_memory)):
+        for option, value in (("--set", args.overrides), ("--gpu-memory", args.gpu_memory), ("--parameters", args.parameters)):
             if value:
                 raise FieldError(option, value, "applies only to a recipe; leave it out for a run")
     findings = examine_run(folder, is_running=bool(living_names(RunDir(folder, "")))) if is_run else _of_recipe(args)
@@ -271,15 +264,12 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _of_recipe(args: argparse.Namespace) -> list[Finding]:
-    """Return the findings about a recipe."""
     try:
         recipe = load_recipe(args.subject, args.overrides)
     except RecipeError as error:
         return [adopted(MISTAKE, problem) for problem in error.problems]
-    problems: list[FieldError] = []
-    if args.gpu_memory is not None:
-        problems = memory_of(recipe, model_of(recipe, None), gib_of(args.gpu_memory))[1]
-    return findings_of(recipe, examine(recipe, args.reward_rows, modules_beside(recipe, find_recipe(args.subject))), problems)
+    modules, (_, problems) = modules_beside(recipe, find_recipe(args.subject)), _memory(recipe, args)
+    return findings_of(recipe, examine(recipe, args.reward_rows, modules), problems)
 
 
 def _told(subject: str, findings: Sequence[Finding]) -> Iterator[str]:

@@ -1,7 +1,9 @@
 """Findings of the doctor, and rules that make them. Pure.
 
-A family of rules is a generator function: it examines a problem set of a recipe or the records of a run, and yields findings.
-Its docstring lists its rules in the order of causes, with page, meaning and threshold. A new rule needs an entry there.
+A family of rules is a generator function: it examines a problem set of a recipe or the records of a run, and yields rows. A row
+has a rule's id, a gravity (`note`, or true for grave, or false for a warning), and the evidence, which is false or empty if the
+rule finds nothing. The finding's field and fix follow, and perhaps its sample and meaning. The family's docstring lists its
+rules in the order of causes, with page, meaning and threshold. A new rule needs an entry there.
 Wrong accusations are worse than silence, so thresholds leave room, and rules wait for enough steps.
 """
 
@@ -13,10 +15,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.rules import value_at
 
 log = logging.getLogger(__name__)
@@ -27,9 +28,9 @@ GRAVITIES: tuple[Gravity, ...] = ("grave", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """A result of a rule. `evidence` holds the figures, `field` names the setting to change, and `fix` says what to do.
-    `sample` is a line of samples.jsonl that shows the problem. `apply` adds the rule's page as `docs`, the rule's meaning if
-    the finding has none, and the present value of a numeric field at the beginning of `fix`."""
+    """A result of a rule. `evidence` holds the figures, `field` names the setting to change, and `fix` says what to do, after
+    the present value of a numeric field. `sample` is a line of samples.jsonl that shows the problem. `docs` is the page that
+    explains the rule."""
 
     id: str
     gravity: Gravity
@@ -49,69 +50,46 @@ class Finding:
         return {name: value for name, value in vars(self).items() if name != "sample"}
 
 
-Findings = Iterator[Finding]
-Family = Callable[[Any], Findings]
+Rows = Iterator[tuple[Any, ...]]
+Family = Callable[[Any], Rows]
 
 
-class Rule(NamedTuple):
-    page: str
-    meaning: str
-    threshold: str
-
-
-def rules_of(*families: Family) -> dict[str, Rule]:
-    """Return the rules in the docstrings of families, such as `some-id (page.md#part): meaning: threshold`, by id."""
+def rules_of(*families: Family) -> dict[str, tuple[str, ...]]:
+    """Return page, meaning and threshold of the rules in the docstrings of families, by id. A docstring lists a rule as
+    `some-id (page.md#part): meaning: threshold`."""
     text = "\n\n".join(inspect.getdoc(one) or "" for one in families)
     found = re.findall(r"(?ms)^([\w-]+) \((\S+)\): (.+?):\s(.+?)(?=\n+\S|\Z)", text)
-    return {id_: Rule(page, *(" ".join(part.split()) for part in told)) for id_, page, *told in found}
+    return {id_: tuple(" ".join(part.split()) for part in told) for id_, *told in found}
 
 
 def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
-    """Return the first finding of each rule in the views, ranked. Each view has an attribute `recipe`."""
-    found = list[Finding]()
+    """Return the first finding of each rule in the views, ranked. Each view has an attribute `recipe`. If a family fails, for
+    example on damaged records, its later findings are left out."""
+    findings = list[Finding]()
     for family in families:
-        first = {one.id: one for view in reversed(views) for one in reversed([*_readable(family, view)])}
-        for id_, rule in rules_of(family).items():
-            if one := first.pop(id_, None):
-                fix = f"{_now(views[0].recipe, one.field)}{one.fix}"
-                found.append(replace(one, fix=fix, meaning=one.meaning or rule.meaning, docs=f"docs/{rule.page}"))
-        assert not first, f"{family.__name__} does not list {[*first]}"
-    return ranked(found)
-
-
-def _readable(family: Family, view: Any) -> Findings:
-    """Yield the findings until a rule fails, for example on damaged records."""
-    try:
-        yield from family(view)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        log.warning("rules of %s cannot read these records: %r", family.__name__, error)
-
-
-def _now(recipe: Recipe, field: str) -> str:
-    """Return the present value of a field as the beginning of a fix; empty if the value is no number."""
-    with suppress(AttributeError, LookupError):
-        if isinstance(value := value_at(recipe, field), int | float):
-            return f"is {value:,}; " if isinstance(value, int) else f"is {value:g}; "
-    return ""
+        rows, rules = list[tuple[Any, ...]](), rules_of(family)
+        for view in views:
+            try:
+                rows.extend(row for row in family(view) if row[2])  # keeps the rows before an error
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                log.warning("rules of %s cannot read these records: %r", family.__name__, error)
+        first = {row[0]: row for row in reversed(rows)}
+        assert first.keys() <= rules.keys(), f"{family.__name__} does not list {[*first]}"
+        for id_ in filter(first.__contains__, rules):
+            row: tuple[Any, ...] = (*first[id_], None, "")
+            (_, grave, evidence, field, fix, sample, meaning, *_), (page, usual, _) = row, rules[id_]
+            gravity: Gravity = "note" if grave == "note" else "grave" if grave else "warning"
+            with suppress(AttributeError, LookupError):  # some rules name `logs`, which is no field
+                if isinstance(value := value_at(views[0].recipe, field), int | float):
+                    fix = f"is {value:,}; {fix}" if isinstance(value, int) else f"is {value:g}; {fix}"
+            findings.append(Finding(id_, gravity, evidence, field, fix, sample, meaning or usual, f"docs/{page}"))
+    return ranked(findings)
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings by gravity; those of equal gravity keep their order. Rules are listed in the order of causes, so the
-    first finding explains later ones: lost data, lengths, answers, rewards, numerics, the policy, speed."""
+    """Return the findings by gravity; those of equal gravity keep their order. The first one may explain the others, because
+    rules are listed in the order of causes: lost data, lengths, answers, rewards, numerics, the policy, speed."""
     return sorted(findings, key=lambda one: GRAVITIES.index(one.gravity))
-
-
-def worse(value: float, grave: float) -> Gravity:
-    """Return the gravity: "grave" if the value is at least the bound `grave`, else "warning"."""
-    return "grave" if value >= grave else "warning"
-
-
-def found(*rows: tuple[Any, ...]) -> Findings:
-    """Yield the findings of the rows whose condition holds. A row has an id, the condition, and a gravity: `note`, or true for
-    grave, or false for a warning. Evidence, field, fix and perhaps a sample follow, as in `Finding`."""
-    for id_, is_found, gravity, *told in rows:
-        if is_found:
-            yield Finding(id_, "note" if gravity == "note" else worse(gravity, 1), *told)
 
 
 def percent(share: float) -> str:

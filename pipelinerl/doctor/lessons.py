@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from pipelinerl.doctor.findings import Finding, Findings, found, percent, worse
+from pipelinerl.doctor.findings import Rows, percent
 from pipelinerl.doctor.run_records import Record, RunRecords, number_at
 from pipelinerl.tasks.final_answer import bare_answer, final_answer, occurs
 
@@ -44,12 +44,6 @@ def _earned(samples: Iterable[Record]) -> list[float]:
     return [sum(of.values()) if of else one["reward"] for of, one in terms if number_at(one, "reward") is not None]
 
 
-def _compared(run: RunRecords) -> list[Record]:
-    """Return the samples, held-out ones too, of tasks whose reference is a right answer."""
-    comparing = [name for name, one in run.recipe.mixture.items() if one.reward.scorer not in _NO_ANSWERS]
-    return [one for one in run.samples if one.get("reference") and one.get("task") in comparing]
-
-
 def _is_open(sample: Record) -> bool:
     text = f"{str(sample.get('prompt') or '')[-40:]}{sample.get('completion')}"
     return text.rfind("<think>") > text.rfind("</think>")
@@ -64,7 +58,7 @@ def _has_next_turn(sample: Record) -> bool:
     return re.search(turn, str(sample.get("completion"))) is not None
 
 
-def lengths(run: RunRecords) -> Findings:
+def lengths(run: RunRecords) -> Rows:
     """Examine whether completions are language, end, and differ.
 
     model-broken (learning.md#log-probabilities): The model does not write language before any training: in the first 3 steps,
@@ -94,26 +88,26 @@ def lengths(run: RunRecords) -> Findings:
     blank, turns, opened = (_share(samples, 8, kind) for kind in (_is_blank, _has_next_turn, _is_open))
     same = run.mean("identical_groups")
     certain = "use 1" if temperature < 0.9 else "this is not the cause: the model is certain of its answers"
-    yield from found(
-        ("model-broken", repeating >= 0.5 or entropy > 4, True,
-         f"{percent(repeating)} of the first completions repeat one token; entropy {entropy:.2g} nats", "model.name",
+    yield from (
+        ("model-broken", True, (repeating >= 0.5 or entropy > 4)
+         and f"{percent(repeating)} of the first completions repeat one token; entropy {entropy:.2g} nats", "model.name",
          "compare weights, tokenizer and dtype with another copy of the model; generate a text with transformers",
          next(iter(begun), None)),
-        ("completions-empty", blank >= 0.5, True, f"{percent(blank)} of the samples", "model.chat_template",
+        ("completions-empty", True, blank >= 0.5 and f"{percent(blank)} of the samples", "model.chat_template",
          "look at the end of the sample's prompt, and at sampling.stop", _last(samples, _is_blank)),
-        ("turns-continued", turns >= 0.5 and not run.has_learned, False, f"{percent(turns)} of the samples",
+        ("turns-continued", False, turns >= 0.5 and not run.has_learned and f"{percent(turns)} of the samples",
          "sampling.stop", "add the beginning of the next turn, or use prompt_style: chat", _last(samples, _has_next_turn)),
-        ("all-cut", share >= 0.5 and not run.has_learned, needs_ends and share >= 0.9, f"{percent(share)} of the completions",
-         field, fix, _last(samples)),
-        ("think-unclosed", opened >= 0.5 and run.late("reward_mean") < 0.5, not run.has_signal,
-         f"{percent(opened)} of the samples", "sampling.max_tokens", "raise it, or switch reasoning off",
-         _last(samples, _is_open)),
-        ("completions-identical", same >= _FEW and not run.has_learned, same >= _DEAD or not run.has_signal,
-         f"{percent(same)} of the groups", "sampling.temperature", certain, _last(samples)),
+        ("all-cut", needs_ends and share >= 0.9,
+         share >= 0.5 and not run.has_learned and f"{percent(share)} of the completions", field, fix, _last(samples)),
+        ("think-unclosed", not run.has_signal,
+         opened >= 0.5 and run.late("reward_mean") < 0.5 and f"{percent(opened)} of the samples", "sampling.max_tokens",
+         "raise it, or switch reasoning off", _last(samples, _is_open)),
+        ("completions-identical", same >= _DEAD or not run.has_signal, same >= _FEW and not run.has_learned
+         and f"{percent(same)} of the groups", "sampling.temperature", certain, _last(samples)),
     )  # fmt: skip
 
 
-def answers(run: RunRecords) -> Findings:
+def answers(run: RunRecords) -> Rows:
     """Examine whether rewards find answers, and compare them with references.
 
     answers-absent (recipes.md#rewards): The reward hardly ever finds an answer: in under 5 % of the completions; grave if
@@ -125,51 +119,52 @@ def answers(run: RunRecords) -> Findings:
     references-unrelated (recipes.md#tasks): Answers equal their own reference no more often than another problem's: within 2
         standard errors, in at least 24 samples of a run that has not learned; grave with 5 different references.
     """
-    samples, reward, compared = run.trained_samples, run.first_task.reward, _compared(run)
-    if (absent := run.mean("answers_absent")) >= 0.95:
-        form = r"\boxed{}" if reward.scorer == "math_boxed" else f"reward.answer_pattern = {reward.answer_pattern!r}"
-        told = f"no answer found in {percent(absent)} of the completions"
-        field, fix = "task.instruction", f"ask for the form that {form} expects, and check chat template and stop texts"
-        if is_missed := (missed := run.mean("answers_missed")) >= 0.05:
-            told = f"{told}; {percent(missed)} contain the reference"
-            field, fix = "reward.answer_pattern", f"completions do not have the form of {form}; change it, or ask for that form"
-        if stop := run.recipe.sampling.stop:
-            field, fix = "sampling.stop", f"is {stop}; leave it out if answers come after it"
-        gravity, sample = worse(is_missed or not run.has_signal, 1), _last(samples, _written if is_missed else bool)
-        yield Finding("answers-absent", gravity, told, field, fix, sample)
+    samples, reward, stop = run.trained_samples, run.first_task.reward, run.recipe.sampling.stop
+    absent, missed = run.mean("answers_absent"), run.mean("answers_missed")
+    form = r"\boxed{}" if reward.scorer == "math_boxed" else f"reward.answer_pattern = {reward.answer_pattern!r}"
+    field, fix = "task.instruction", f"ask for the form that {form} expects, and check chat template and stop texts"
+    if is_missed := missed >= 0.05:
+        field, fix = "reward.answer_pattern", f"completions do not have the form of {form}; change it, or ask for that form"
+    if stop:
+        field, fix = "sampling.stop", f"is {stop}; leave it out if answers come after it"
+    also = f"; {percent(missed)} contain the reference" if is_missed else ""
 
     def is_misread(one: Record) -> bool:
         end = re.findall(r"-?\w+(?:\.\d+)?", str(one.get("completion")))[-1:]
         return end == [final_answer(str(one.get("reference")))] and not _right(one) and _earned([one]) == [0]
 
+    comparing = [name for name, one in run.recipe.mixture.items() if one.reward.scorer not in _NO_ANSWERS]
+    compared = [one for one in run.samples if one.get("reference") and one.get("task") in comparing]
     answered = [one for one in compared if one.get("answer")]
-    if (share := _share(answered, 8, is_misread)) >= 0.2:
-        told, fix = f"{percent(share)} of the samples", "does not find the last answer; add the text around it"
-        gravity = worse(not run.has_learned, 1)
-        yield Finding("answers-misread", gravity, told, "reward.answer_pattern", fix, _last(samples, is_misread))
-    right, others = [one for one in compared if _right(one)], _earned(one for one in compared if not _right(one))
-    if len(paid := _earned(right)) >= 4:
-        spread = max([*paid, *others]) - min([*paid, *others])
-        is_unpaid = fmean(one > 0 for one in paid) <= 0.2 and not run.has_learned
-        is_own = any(run.recipe.mixture[str(one["task"])].reward.is_function for one in right)  # it may reward anything
-        if is_unpaid or (min(len(paid), len(others)) >= 10 and fmean(paid) < fmean(others) + 0.1 * spread):
-            means = fmean(paid), fmean(others or [0.0])
-            told = f"{len(paid)} right answers earn {means[0]:.3g}, {len(others)} others {means[1]:.3g} on average"
-            fix = "does not compare answer and reference: try it with pipelinerl validate, and read the sample's reason"
-            gravity = worse(not (is_own and run.has_signal), 1)
-            yield Finding("right-unrewarded", gravity, told, "reward.scorer", fix, right[-1])
+    right, misread = [one for one in compared if _right(one)], _share(answered, 8, is_misread)
+    paid, others = _earned(right), _earned(one for one in compared if not _right(one))
+    is_own = any(run.recipe.mixture[str(one["task"])].reward.is_function for one in right)  # it may reward anything
+    earned, usual = (fmean(one or [0.0]) for one in (paid, others))
+    spread = max([*paid, *others], default=0.0) - min([*paid, *others], default=0.0)
+    is_unpaid = len(paid) >= 4 and fmean(one > 0 for one in paid) <= 0.2 and not run.has_learned
+    is_alike = min(len(paid), len(others)) >= 10 and earned < usual + 0.1 * spread
     given, references = ([bare_answer(str(one[key])) for one in answered] for key in ("answer", "reference"))
     counts, own, num = Counter(references), sum(map(operator.eq, given, references)), len(given)
     chance = sum(counts[one] for one in given) / max(1, num)  # expected number of right answers after shuffling
     share = run.mean(f"reported.{run.first_task.name}.answer") / reward.correct
-    is_chance = chance >= 0.5 and own < chance + 2 * chance**0.5
-    if num >= 24 and len(counts) > 1 and is_chance and share < 1.2 * chance / num and run.is_stuck:
-        told = f"{percent(share)} right, and {percent(chance / num)} would be if references were shuffled"
-        fix = "check that each line has the answer to its own question; else take easier problems"
-        yield Finding("references-unrelated", worse(len(counts), 5), told, "task.path", fix, _last(samples))
+    is_chance = chance >= 0.5 and own < chance + 2 * chance**0.5 and share < 1.2 * chance / num
+    yield from (
+        ("answers-absent", is_missed or not run.has_signal,
+         absent >= 0.95 and f"no answer found in {percent(absent)} of the completions{also}", field, fix,
+         _last(samples, _written if is_missed else bool)),
+        ("answers-misread", not run.has_learned, misread >= 0.2 and f"{percent(misread)} of the samples",
+         "reward.answer_pattern", "does not find the last answer; add the text around it", _last(samples, is_misread)),
+        ("right-unrewarded", not (is_own and run.has_signal), (is_unpaid or is_alike)
+         and f"{len(paid)} right answers earn {earned:.3g}, {len(others)} others {usual:.3g} on average", "reward.scorer",
+         "does not compare answer and reference: try it with pipelinerl validate, and read the sample's reason",
+         right[-1] if right else None),
+        ("references-unrelated", len(counts) >= 5, num >= 24 and len(counts) > 1 and is_chance and run.is_stuck
+         and f"{percent(share)} right, and {percent(chance / num)} would be if references were shuffled", "task.path",
+         "check that each line has the answer to its own question; else take easier problems", _last(samples)),
+    )  # fmt: skip
 
 
-def rewards(run: RunRecords) -> Findings:
+def rewards(run: RunRecords) -> Rows:
     """Examine whether rewards tell better completions from worse ones.
 
     groups-all-wrong (recipes.md#tasks): No answer of a group is right: in 75 % of the groups of a run that has not learned;
@@ -179,7 +174,8 @@ def rewards(run: RunRecords) -> Findings:
     reward-constant (recipes.md#rewards): Rewards, or the marks of a judge, do not vary within groups: in 75 % of the groups of
         a run that has not learned; grave from 95 %.
     reward-plateau (recipes.md#rewards): The reward has risen and stopped below its maximum: rewards are equal in 75 % of the
-        last groups. The last quarter of steps earns under 90 % of the maximum: at most 5 % of it more than the quarter before.
+        last groups. The last quarter of steps earns under 90 % of the maximum, and less than 5 % of the maximum more than the
+        quarter before.
     """
     last, reward, size = _last(run.trained_samples), run.first_task.reward, run.recipe.sampling.group_size
     is_stuck, is_judged, best = run.is_stuck, reward.scorer == "judge", reward.correct
@@ -190,30 +186,31 @@ def rewards(run: RunRecords) -> Findings:
     values = ", ".join(f"{one:g}" for one in sorted(set(_earned(run.trained_samples)))[:4])
     before = fmean(run.values("reward_mean", slice(-2 * run.window, -run.window)) or [earned])
     is_flat = now_equal >= _FEW and earned < min(0.9 * best, before + 0.05 * best)
-    yield from found(
-        ("groups-all-wrong", wrong >= _FEW and is_stuck and not is_judged, wrong >= _DEAD and not run.has_signal,
-         f"{percent(wrong)} of the groups", "task",
+    yield from (
+        ("groups-all-wrong", wrong >= _DEAD and not run.has_signal,
+         wrong >= _FEW and is_stuck and not is_judged and f"{percent(wrong)} of the groups", "task",
          f"check references; use problems that the model solves in 1 to {size - 1} of {size} tries, or larger groups", last),
-        ("groups-all-right", is_full, "note" if run.has_learned or right < _FEW else right >= _DEAD,
-         f"{percent(all_right)} of the last groups", "task",
+        ("groups-all-right", "note" if run.has_learned or right < _FEW else right >= _DEAD,
+         is_full and f"{percent(all_right)} of the last groups", "task",
          "take harder problems, or check whether the reward also accepts wrong answers", last),
-        ("reward-constant", equal >= _FEW and is_stuck and not (equal < _DEAD and all_right >= 0.5), equal >= _DEAD,
-         f"{percent(equal)} of the groups; rewards such as {values}",
+        ("reward-constant", equal >= _DEAD, equal >= _FEW and is_stuck and not (equal < _DEAD and all_right >= 0.5)
+         and f"{percent(equal)} of the groups; rewards such as {values}",
          "reward.judge.template" if is_judged else "reward.scorer",
          "ask for marks on a scale, with criteria, and try pattern and full_marks on a judge's answer" if is_judged
          else "check its arguments, what it compares, and what it returns by default", last),
-        ("reward-plateau", is_flat and run.has_learned and run.recipe.algorithm.advantage != "value", False,
-         f"reward {earned:.3g} of {best:g}; rewards are equal in {percent(now_equal)} of the last groups", "reward.scorer",
+        ("reward-plateau", False, is_flat and run.has_learned and run.recipe.algorithm.advantage != "value"
+         and f"reward {earned:.3g} of {best:g}; rewards are equal in {percent(now_equal)} of the last groups", "reward.scorer",
          f"give partial credit, change the prompt, or raise sampling.temperature ({run.recipe.sampling.temperature:g})", last),
     )  # fmt: skip
 
 
-def terms(run: RunRecords) -> Findings:
+def terms(run: RunRecords) -> Rows:
     """Examine the parts of the reward, the tasks of a mixture, and the length that rewards lead to.
 
     term-dominates (recipes.md#rewards): A term other than the answer decides which completion is better: it has 80 % of the
         terms' spread within groups, and answers earn under 0.9; it has most of the spread, and what answers earn falls by 3
-        standard errors while rewards rise; or the format earns 80 % of its weight, the answer under 2 % (grave: equal rewards).
+        standard errors while rewards rise; or the format earns 80 % of its weight, and the answer under 2 % (grave if rewards
+        are equal).
     format-never (recipes.md#rewards): The format term is never earned, so that it teaches nothing: in at least 12 steps.
     task-starves (recipes.md#tasks): A task of the mixture gets too few sequences, or earns nothing: less than a quarter of its
         share, or a mean reward of 0.
@@ -228,36 +225,33 @@ def terms(run: RunRecords) -> Findings:
     is_most = most.partition(".")[0] != "answer" and spread[most] >= 0.8 * sum(spread.values()) > 0 and right < 0.9
     told = f"spread: {', '.join(f'{one} {value:.3g}' for one, value in spread.items())}"
     told += f"; answer {run.early(f'{name}.answer'):.3g} -> {right:.3g}" if is_traded else ""
-    yield from found(
-        ("term-dominates", run.is_long and form >= 0.8 * reward.format_weight > 0 and right < 0.02 * reward.correct,
-         not run.has_signal, f"format {form:.3g} of {reward.format_weight:g}, answer {right:.3g} of {reward.correct:g}", "task",
+    early, late = run.early("completion_tokens_mean"), run.late("completion_tokens_mean")
+    change, is_useless = run.change("completion_tokens_mean"), run.change("reward_mean") < 1 and not run.has_learned
+    yield from (
+        ("term-dominates", not run.has_signal,
+         run.is_long and form >= 0.8 * reward.format_weight > 0 and right < 0.02 * reward.correct
+         and f"format {form:.3g} of {reward.format_weight:g}, answer {right:.3g} of {reward.correct:g}", "task",
          "check the references and the scorer, or take easier problems", last),
-        ("term-dominates", most.partition(".")[0] != "answer" and (is_most or is_traded), False, told,
+        ("term-dominates", False, most.partition(".")[0] != "answer" and (is_most or is_traded) and told,
          {"format": "reward.format_weight", "overlong": "reward.overlong.penalty"}.get(most, "reward.scorer"),
          f"let {most} weigh less than the answer", last),
-        ("format-never", run.is_long and forms and reward.format_weight > 0 and not any(forms), False,
-         f"in no completion of {len(forms)} steps", "reward.format_pattern",
+        ("format-never", False, run.is_long and forms and reward.format_weight > 0 and not any(forms)
+         and f"in no completion of {len(forms)} steps", "reward.format_pattern",
          "ask for this form in the prompt, with an example, or correct the pattern", last),
+        ("length-drifts", False, is_useless and late >= 1.5 * early and change > 3 and f"{early:.4g} -> {late:.4g} tokens",
+         "reward.overlong", "add it, or use algorithm.normalization: token, with which long wrong answers weigh more", last),
+        ("length-drifts", False, is_useless and late <= early / 3 and change < -3 and f"{early:.4g} -> {late:.4g} tokens",
+         "reward.overlong", "do not let it reward brevity, or lower trainer.learning_rate", last),
     )  # fmt: skip
     shares = run.recipe.mixture
     for task, share in shares.items() if len(shares) > 1 and run.is_long else ():
         wanted = share.weight / sum(one.weight for one in shares.values())
         taken = sum(run.values(f"tasks.{task}.sequences")) / max(1.0, sum(run.values("sequences_trained")))
-        if taken < wanted / 4 or run.mean(f"tasks.{task}.reward_mean") == 0:
-            earned = run.mean(f"tasks.{task}.reward_mean")
-            told = f"{task}: {percent(taken)} of the sequences for a weight of {percent(wanted)}, reward {earned:.3g}"
-            fix = "look at its samples and reasons: its reward, pattern or prompts may be wrong"
-            sample = _last([one for one in run.trained_samples if one.get("task") == task])
-            yield Finding("task-starves", "warning", told, f"tasks ({task})", fix, sample)
-    early, late = run.early("completion_tokens_mean"), run.late("completion_tokens_mean")
-    change, is_useless = run.change("completion_tokens_mean"), run.change("reward_mean") < 1 and not run.has_learned
-    told, fix = (
-        f"{early:.4g} -> {late:.4g} tokens",
-        "add it, or use algorithm.normalization: token, with which long wrong answers weigh more",
-    )
-    if is_useless and ((late >= 1.5 * early and change > 3) or (late <= early / 3 and change < -3)):
-        fix = fix if late > early else "do not let it reward brevity, or lower trainer.learning_rate"
-        yield Finding("length-drifts", "warning", told, "reward.overlong", fix, last)
+        earned = run.mean(f"tasks.{task}.reward_mean")
+        told = f"{task}: {percent(taken)} of the sequences for a weight of {percent(wanted)}, reward {earned:.3g}"
+        fix = "look at its samples and reasons: its reward, pattern or prompts may be wrong"
+        sample = _last([one for one in run.trained_samples if one.get("task") == task])
+        yield "task-starves", False, (taken < wanted / 4 or earned == 0) and told, f"tasks ({task})", fix, sample
 
 
 RULES = (lengths, answers, rewards, terms)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import islice, pairwise
 from statistics import fmean, median, stdev
 
-from pipelinerl.doctor.findings import Finding, Findings, Gravity, apply, found, percent, ranked, worse
+from pipelinerl.doctor.findings import Finding, Gravity, Rows, apply, percent, ranked
 from pipelinerl.doctor.settings import SETTINGS_RULES, Settings
 from pipelinerl.errors import FieldError, Lacking, UserError, counted
 from pipelinerl.recipe.fields import Recipe
@@ -42,7 +42,7 @@ _MOST_ROWS, _PROBES = 2000, ("7", "yes", "A", "x")
 _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
 _WRITTEN = {"arithmetic": "3+4+2+5=7;7+2=9;9+5=14;#14", "repeated-addition": "01x5+5731=00x5+5736"}
-"""Example output of each small model of this package, which writes in no other form, whatever the prompt asks for."""
+"""Example output of two small models of this package. Each writes in no other form, whatever the prompt asks for."""
 _NAMES = re.compile(r"(?i)[0-9a-f-]{16,}|\S+\.(txt|jsonl?|md|py|png|jpe?g|wav|mp[34]|pdf)|https?://\S+")
 """Matches a prompt that only names something: a hash, a file or an address."""
 _NUMBERED = r"[\W_]*[^\W\d_]{0,10}[\W_]*(\d+)[\W_]*"
@@ -54,9 +54,6 @@ _STEPS = re.compile(r"(?i)step[- ]by[- ]step|<think>|think (carefully|first)|rea
 _THINKING = re.compile(r"(?i)\b(r1|qwq|thinking|qwen3)\b(?!.*(instruct|base|coder))")
 _IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
 
-_Row = tuple[Sequence[str], int, float, Gravity, str, str]
-"""Odd texts, the number of examined texts, the number of odd ones that makes a finding, and its gravity, field and fix."""
-
 
 def _literal(pattern: str) -> str:
     """Return the text that a pattern expects before its group, such as `####` or `answer`; empty if it expects none."""
@@ -67,7 +64,7 @@ class SetView(Settings):
     """A problem set of an examined recipe, with the facts that rules need."""
 
     def __init__(self, recipe: Recipe, examined: Examination, place: str, held: Sequence[Problem], trained: set[str]) -> None:
-        """`held`: the set's held-out problems; empty without files. `trained`: texts of any held-out problems trained on."""
+        """`held`: the set's held-out problems; empty without files. `trained`: texts of held-out problems also trained on."""
         self.place, self.share, model, count = place, recipe.sets_by_place[place], recipe.model, None
         parameters = 0
         with suppress(UserError, OSError):  # a mistake in the model's folder, which `examine` reports
@@ -86,10 +83,9 @@ class SetView(Settings):
         self.texts = ["\n".join(one.texts) for one in problems]
         said = ([str(message["content"]) for message in one.messages if message["role"] != "assistant"] for one in problems)
         self.asked = ["\n".join(texts) or one.question for texts, one in zip(said, problems, strict=True)]
-        self.references = [str(one.reference.get("answer") or "").strip() for one in problems]
-        self.columns = [
-            str(one.reference.get("row", {}).get(task.answer_field) or one.reference.get("answer")) for one in problems
-        ]
+        given = [one.reference for one in problems]
+        self.references = [str(one.get("answer") or "").strip() for one in given]
+        self.columns = [str(one.get("row", {}).get(task.answer_field) or one.get("answer")) for one in given]
         right = [*filter(None, self.references)] if reward.scorer in _COMPARING else []
         self.answers = [*map(final_answer, right)] if "math" in reward.scorer else right
 
@@ -118,7 +114,9 @@ class SetView(Settings):
         rewards, empty = ([one.reward for one in self.calls if any_ or not one.completion] for any_ in (True, False))
         right = [one.reward for one in self.calls if one.completion and not one.near_miss]
         wrong = [one.reward for one in self.calls if one.near_miss and self.share.reward.is_function]
-        if len(wrong) < 4 or max(rewards) in empty or fmean(right) - fmean(wrong) > 0.1 * (max(rewards) - min(rewards)):
+        if not right or len(wrong) < 4 or max(rewards) in empty:
+            return ""
+        if fmean(right) - fmean(wrong) > 0.1 * (max(rewards) - min(rewards)):
             return ""
         return f"{len(right)} right answers earn {fmean(right):.3g}, {len(wrong)} wrong ones {fmean(wrong):.3g} on average"
 
@@ -128,7 +126,6 @@ def _plain(problem: Problem) -> str:
 
 
 def _views(recipe: Recipe, examined: Examination) -> Iterator[SetView]:
-    """Yield the views of all sets of an examined recipe."""
     files = dict(files_in(examined.sources))
     held = {place: [one.problem(Split.HELDOUT, index) for index in range(one.num_heldout)] for place, one in files.items()}
     plain, trained = {_plain(one) for problems in held.values() for one in problems}, set[str]()
@@ -148,7 +145,7 @@ def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldE
 
 
 def quick_findings(recipe: Recipe, examined: Examination) -> list[Finding]:
-    """Return the findings of the rules alone. This takes a fraction of a second after the examination."""
+    """Return the findings of rules, without those of other checks. This takes a fraction of a second after the examination."""
     return apply((*RECIPE_RULES, *SETTINGS_RULES), *_views(recipe, examined))
 
 
@@ -170,7 +167,7 @@ _SPEAKER = re.compile(r"(?i)\n(assistant|ai):\s*\Z")
 _DAMAGED = re.compile(rf"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);|{_UNFILLED}")
 
 
-def problems(view: SetView) -> Findings:
+def problems(view: SetView) -> Rows:
     """Examine prompts and references.
 
     prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context, or
@@ -194,72 +191,70 @@ def problems(view: SetView) -> Findings:
     """
     at, limit, texts = view.place, view.recipe.model.max_context, sorted(view.texts, key=len) or [""]
     middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
-    if longest >= limit or middle > limit - view.share.max_tokens / 2:
-        told = f"median {middle:,.0f}, longest {longest:,.0f} tokens"
-        fix = f"raise it, or leave long problems out of {at}task.path"
-        yield Finding("prompts-fill-context", worse(middle, limit), told, "model.max_context", fix)
-    yield from _many(view, "columns-mixed", *_columns(view))
-    yield from _shifted(view)
+    is_full = longest >= limit or middle > limit - view.share.max_tokens / 2
     (top, count), *_ = Counter(view.answers).most_common(1) or [("", 0)]
-    num, fix = len(view.answers), "name the column of the answer, or balance the rows"
-    gravity: Gravity = worse(count, num) if count >= 0.95 * num else "note"
-    row = [top] * count, num, max(20, 0.8 * num), gravity, "task.answer_field", fix
-    yield from _many(view, "one-answer", row)
-    answers, is_text, task = view.answers[:200], "math" not in view.share.reward.scorer, view.share.task
+    answers, is_text, task, num = view.answers[:200], "math" not in view.share.reward.scorer, view.share.task, len(view.answers)
     shown = re.sub(r"\d+", "0", f"{task.system_prompt}\n{task.instruction}\n{task.prompt_template}")
     dressed = [one for one in answers if is_text and _is_dressed(one) and re.sub(r"\d+", "0", one) not in shown]
     lost, tried = _lost_references(view, answers)
     missing = [one for one in answers if _MISSING.fullmatch(one)] if len({*answers}) >= 10 else []  # else it may be a label
     missing = [one for one in missing if not re.search(rf"\b{one}\b", view.told)]
-    prose, least = [one for one in answers if len(one.split()) >= 8], 0.05 * len(answers)
-    yield from _many(
-        view, "references-unmatched",
-        (missing, len(answers), least, "warning", "task.answer_field", "leave out these rows, which have no answer"),
-        (prose, len(answers), 10 * least, "warning", "task.answer_pattern", r"extract the final answer, as '####\s*(.+)' does"),
-        (lost, tried, 0.05 * tried, worse(len(lost), tried / 2), "reward.answer_pattern",
+    prose, unmatched = [one for one in answers if len(one.split()) >= 8], "references-unmatched"
+    yield from _columns(view)
+    yield from _shifted(view)
+    yield from (
+        ("prompts-fill-context", middle >= limit, is_full and f"median {middle:,.0f}, longest {longest:,.0f} tokens",
+         "model.max_context", f"raise it, or leave long problems out of {at}task.path"),
+        ("one-answer", count == num if count >= 0.95 * num else "note", _odd([top] * count, num, 0.8, 20),
+         f"{at}task.answer_field", "name the column of the answer, or balance the rows"),
+        (unmatched, False, _odd(missing, len(answers), 0.05), f"{at}task.answer_field",
+         "leave out these rows, which have no answer"),
+        (unmatched, False, _odd(prose, len(answers), 0.5), f"{at}task.answer_pattern",
+         r"extract the final answer, as '####\s*(.+)' does"),
+        (unmatched, len(lost) >= tried / 2, _odd(lost, tried, 0.05), f"{at}reward.answer_pattern",
          "let it find such answers, or correct the references"),
-        (dressed, len(answers), least, "warning", "reward.scorer",
+        (unmatched, False, _odd(dressed, len(answers), 0.05), f"{at}reward.scorer",
          "use math, which compares values, or make the references bare numbers"),
+        ("heldout-trained-on", False, _odd(view.known, view.num_heldout, 0.05), f"{at}task.path",
+         "take them out of the training data, so that the accuracy does not measure memory"),
     )  # fmt: skip
-    fix = "take them out of the training data, so that the accuracy does not measure memory"
-    row = (view.known, view.num_heldout, 0.05 * view.num_heldout, "warning", "task.path", fix)
-    yield from _many(view, "heldout-trained-on", row)
 
 
-def _many(view: SetView, id_: str, *rows: _Row) -> Findings:
-    """Yield a finding for each row with enough odd texts."""
-    for texts, num, least, gravity, field, fix in rows:
-        if texts and len(texts) >= least:
-            yield Finding(id_, gravity, f"{len(texts)} of {num}, such as {texts[0]!r:.160}", f"{view.place}{field}", fix)
+def _odd(texts: Sequence[str], num: int, share: float, least: int = 1) -> str:
+    """Return as evidence how many of `num` texts are odd, and the first of them. Return an empty text if fewer than `share`, or
+    fewer than `least`, are odd."""
+    return f"{len(texts)} of {num}, such as {texts[0]!r:.160}" if len(texts) >= max(least, share * num) else ""
 
 
-def _columns(view: SetView) -> Iterator[_Row]:
-    """Yield rows for the findings `columns-mixed`."""
+def _columns(view: SetView) -> Rows:
     rows = [(text.strip(), answer) for text, answer in zip(view.texts, view.references, strict=True) if answer]
     marker, num, task = r"\s*".join(map(re.escape, view.marker.split())), len(view.texts), view.share.task
     heads = {word for _, answer in rows for word in _head(answer)}  # `Answer: yes or Answer: no` shows none
     told = [(text, own) for text, answer in rows if marker and (own := _head(answer))
             and own == {word for part in re.split(marker, text)[1:] for word in _head(part)} & heads]  # fmt: skip
     same = [text for text, answer in rows if text == answer]
+    after = [] if all(own == told[0][1] for _, own in told) else [text for text, _ in told]  # equal ones are an example
     bound = [text for text, answer in rows if re.search(rf"\A{(one := re.escape(answer))}\b|(?<!\w){one}\W*\Z", text)]
+    is_choice = re.search(r"\n\W?[A-D1-4][).:]", view.told)
     inside = [text for text, answer in rows if re.fullmatch(r"\d+", answer) and re.search(rf"\b{answer}\b", text)]
     named = [text for text in view.texts if _NAMES.fullmatch(text.strip())]
-    letters = [answer for _, answer in rows if re.fullmatch("[A-J]", answer)]
-    is_choice, least = re.search(r"\n\W?[A-D1-4][).:]", view.told), max(8, 0.9 * num)
+    letters = [answer for _, answer in rows if re.fullmatch("[A-J]", answer) and not _CHOICE.search(view.told)]
+    numbers = _counting(view.references, _NUMBERED)
+    if len(_counting(view.texts)) >= max(8, 0.9 * num):  # if prompts count, too, a program made the rows
+        numbers = []
+    is_grave = not (task.system_prompt or task.instruction)  # else prompts may ask about a name
     away, names = "leave the answer out", "holds only names or numbers; use the column with the text"
-    is_example = all(own == told[0][1] for _, own in told)
-    for texts in (same, [] if is_example else [text for text, _ in told]):
-        yield texts, num, least, "grave", "task.prompt_field", away
-    yield bound, num, least, "warning", "task.prompt_field", away  # the task may be to repeat the last word
-    yield [] if is_choice else inside, num, least, "note", "task.prompt_field", away  # or to choose a number
-    gravity: Gravity = "warning" if task.system_prompt or task.instruction else "grave"  # it may ask about a name
-    yield named, num, least, gravity, "task.prompt_field", names
-    yield _counting(view.texts, _NUMBERED), num, max(20, least), gravity, "task.prompt_field", names
-    if not _CHOICE.search(view.told):
-        yield letters, num, max(20, least), "warning", "task.prompt_template", "add the choices to the prompts"
-    if len(_counting(view.texts)) < least:  # if prompts count, too, a program made the rows
-        fix = "numbers the rows; name another column"
-        yield _counting(view.references, _NUMBERED), num, max(20, least), "warning", "task.answer_field", fix
+    for field, odd, least, gravity, fix in (
+        ("prompt_field", same, 8, True, away),
+        ("prompt_field", after, 8, True, away),
+        ("prompt_field", bound, 8, False, away),  # the task may be to repeat the last word
+        ("prompt_field", [] if is_choice else inside, 8, "note", away),  # or to choose a number
+        ("prompt_field", named, 8, is_grave, names),
+        ("prompt_field", _counting(view.texts, _NUMBERED), 20, is_grave, names),
+        ("prompt_template", letters, 20, False, "add the choices to the prompts"),
+        ("answer_field", numbers, 20, False, "numbers the rows; name another column"),
+    ):
+        yield "columns-mixed", gravity, _odd(odd, num, 0.9, least), f"{view.place}task.{field}", fix
 
 
 def _head(text: str) -> set[str]:
@@ -272,7 +267,7 @@ def _counting(texts: Sequence[str], form: str = r"\D*(\d+)\D*") -> list[str]:
     return [text for (one, text), (after, _) in pairwise(numbers.items()) if after == one + 1]
 
 
-def _shifted(view: SetView) -> Findings:
+def _shifted(view: SetView) -> Rows:
     """Yield the finding `references-shifted`. It must not accuse prompts that contain answers of several earlier rows, such as
     conversations and windows of a series."""
     asked, said = ([set(re.findall(r"\w+", one.lower())) for one in column] for column in (view.asked, view.columns))
@@ -282,10 +277,10 @@ def _shifted(view: SetView) -> Findings:
         gains, further = ([other - own for other, own in zip(shares[far], shares[0], strict=True)] for far in (by, 2 * by))
         if len(gains) < 50 or len(_counting(view.texts)) >= 0.9 * len(gains) or fmean(further) > fmean(gains) / 2:
             continue
-        if fmean(gains) > max(0.1, 5 * stdev(gains) / math.sqrt(len(gains))):
-            told = f"prompts contain {percent(fmean(gains))} more of the {whose} row's answer than of their own"
-            fix = "give each question its own answer again"
-            yield Finding("references-shifted", "grave", told, f"{view.place}task.path", fix)
+        is_shifted = fmean(gains) > max(0.1, 5 * stdev(gains) / math.sqrt(len(gains)))
+        told = f"prompts contain {percent(fmean(gains))} more of the {whose} row's answer than of their own"
+        fix = "give each question its own answer again"
+        yield "references-shifted", True, is_shifted and told, f"{view.place}task.path", fix
 
 
 def _is_dressed(answer: str) -> bool:
@@ -311,7 +306,7 @@ def _hits(texts: Iterable[str], *patterns: re.Pattern[str]) -> list[str]:
     return [hit[0] for text in texts if (hit := next(filter(None, (one.search(text) for one in patterns)), None))]
 
 
-def texts(view: SetView) -> Findings:
+def texts(view: SetView) -> Rows:
     """Examine templates, damaged texts and the numbers of problems.
 
     template-unused (recipes.md#chat-templates): An instruction-tuned model gets prompts without its chat template: the prompts
@@ -332,47 +327,46 @@ def texts(view: SetView) -> Findings:
     begins = not model.chat_template or re.search("add_generation_prompt|assistant", model.chat_template)
     steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
     times = steps * groups_per_step(view.recipe) / len(view.recipe.mixture) / max(1, view.num_trained)
-    yield from found(
-        ("template-unused", not begins, False, f"{model.chat_template!r:.80}", "model.chat_template",
-         "let it begin the assistant's turn if add_generation_prompt is true"),
-        ("template-unused", is_tuned and task.prompt_style == "plain" and not task.is_episodic, False,
-         model.name or model.source, f"{at}task.prompt_style", "is plain; use chat, or a base model"),
-        ("problems-few", view.num_trained > 0 and times >= 100, "note",
-         f"{counted(view.num_trained, 'problem')}, each {times:.0f} times", f"{at}task.path",
-         "add problems, or watch the held-out accuracy"),
-        ("evaluation-blind", task.heldout_problems == 1, "note", "an accuracy of 0 or 1", f"{at}task.heldout_problems",
-         "hold out 32 or more"),
-        ("evaluation-blind", every > max(steps, 100), "note", f"every {every} of {steps} steps", "evaluation.every_steps",
-         f"use {max(1, steps // 10)}, or 0 for one at the start and one at the end"),
-    )  # fmt: skip
     roles, num = [*set(view.roles) - {"system", "developer", "user", "assistant", "tool"}], len(texts)
-    fix = "name the roles of messages as the chat template does"
-    yield from _many(view, "template-unused", (roles, len(view.roles), 1, "warning", "task.path", fix))
     twice, patterns = "leave it out; prompt_style: chat writes it", (_CONTROL, _SPEAKER)[: 1 + (task.prompt_style == "chat")]
-    fields = {name: getattr(task, name) for name in ("system_prompt", "instruction", "prompt_template")}
-    for name, text in fields.items():
-        yield from _many(view, "template-twice", (_hits([text], _CONTROL), 1, 1, "warning", f"task.{name}", twice))
-        odd = _hits([text], _DAMAGED) if name != "prompt_template" else []
-        yield from _many(view, "texts-damaged", (odd, 1, 1, "warning", f"task.{name}", "write out what it stands for"))
-    yield from _many(view, "template-twice", (_hits(texts, *patterns), num, num / 2, "warning", "task.path", twice))
     longest = max(map(len, texts), default=0)
     cut = [text[-60:] for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
     is_cut = len(cut) <= 0.9 * num and len({*map(len, texts)}) > 4  # with few lengths, equal ones are usual
     damaged = [] if re.search(r"(?i)html|jinja|\bentit", view.told) else _hits(texts, _DAMAGED)
-    yield from _many(
-        view, "texts-damaged",
-        (damaged, num, 0.05 * num, "warning", "task.path", "write the file again, as UTF-8 without HTML entities"),
-        (cut if is_cut else [], num, max(5, 0.1 * num), "warning", "task.path", "give whole prompts"),
+    for name in ("system_prompt", "instruction", "prompt_template"):
+        control, odd = (_hits([getattr(task, name)], pattern) for pattern in (_CONTROL, _DAMAGED))
+        yield "template-twice", False, _odd(control, 1, 1), f"{at}task.{name}", twice
+        is_odd = odd and name != "prompt_template"
+        yield "texts-damaged", False, is_odd and _odd(odd, 1, 1), f"{at}task.{name}", "write out what it stands for"
+    yield from (
+        ("template-unused", False, not begins and f"{model.chat_template!r:.80}", "model.chat_template",
+         "let it begin the assistant's turn if add_generation_prompt is true"),
+        ("template-unused", False, is_tuned and task.prompt_style == "plain" and not task.is_episodic
+         and (model.name or model.source), f"{at}task.prompt_style", "is plain; use chat, or a base model"),
+        ("template-unused", False, _odd(roles, len(view.roles), 0), f"{at}task.path",
+         "name the roles of messages as the chat template does"),
+        ("template-twice", False, _odd(_hits(texts, *patterns), num, 0.5), f"{at}task.path", twice),
+        ("texts-damaged", False, _odd(damaged, num, 0.05), f"{at}task.path",
+         "write the file again, as UTF-8 without HTML entities"),
+        ("texts-damaged", False, is_cut and _odd(cut, num, 0.1, 5), f"{at}task.path", "give whole prompts"),
+        ("problems-few", "note", view.num_trained > 0 and times >= 100
+         and f"{counted(view.num_trained, 'problem')}, each {times:.0f} times", f"{at}task.path",
+         "add problems, or watch the held-out accuracy"),
+        ("evaluation-blind", "note", task.heldout_problems == 1 and "an accuracy of 0 or 1", f"{at}task.heldout_problems",
+         "hold out 32 or more"),
+        ("evaluation-blind", "note", every > max(steps, 100) and f"every {every} of {steps} steps", "evaluation.every_steps",
+         f"use {max(1, steps // 10)}, or 0 for one at the start and one at the end"),
     )  # fmt: skip
 
 
-def rewards(view: SetView) -> Findings:
+def rewards(view: SetView) -> Rows:
     r"""Examine rewards, and the form and length of answers.
 
     terms-outweigh (recipes.md#rewards): Another term outweighs the answer: format_weight is below 0 or reaches reward.correct;
         overlong.penalty exceeds 2 · reward.correct, or overlong.buffer_tokens max_tokens / 2; or an empty text has the format.
     wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: in trial calls, an empty one earns half of
-        reward.correct, or your own function gives at least 4 wrong answers about as much as right ones (a warning).
+        reward.correct (grave, unless your own function scores), or your own function gives at least 4 wrong answers about as
+        much as right ones.
     reward-slow (recipes.md#rewards): Rewards take long: the median trial call takes a quarter of timeout_s; a note.
     form-unsaid (recipes.md#rewards): Prompts do not ask for the form that the reward reads: they lack or forbid \boxed, JSON,
         or the beginning of reward.answer_pattern or format_pattern; they ask for steps, but answer_pattern begins with ^; they
@@ -396,34 +390,33 @@ def rewards(view: SetView) -> Findings:
     paid, seconds = [one.reward for one in view.calls if not one.completion], median([one.seconds for one in view.calls] or [0])
     is_paid, is_open = min(paid, default=-1) >= 0.5 * right, re.fullmatch(reward.format_pattern or ".", "", re.DOTALL)
     is_graded = reward.is_function or reward.judge or not reward.binary or view.recipe.algorithm.advantage == "value"
-    yield from found(
-        ("terms-outweigh", not 0 <= reward.format_weight < right, False, f"{reward.format_weight:g}",
-         f"{at}reward.format_weight", f"use {right / 10:g}"),
-        ("terms-outweigh", is_open, False, "it matches an empty text", f"{at}reward.format_pattern", "name what must be there"),
-        ("terms-outweigh", tokens and penalty > 2 * right, False, f"{penalty:g}", f"{at}reward.overlong.penalty",
-         f"use {right:g}"),
-        ("terms-outweigh", tokens > limit / 2, False, f"{tokens} of {limit} tokens", f"{at}reward.overlong.buffer_tokens",
-         f"use {limit // 4}"),
-        ("wrong-paid", is_paid or view.indifference, not reward.is_function,
-         f"an empty text earns {min(paid):g}" if is_paid else view.indifference, f"{at}reward.scorer",
-         "check what it returns by default and what it compares, or the problem's tests"),
-        ("reward-slow", seconds > reward.timeout_s / 4, "note", f"{seconds:.2g} s", f"{at}reward.timeout_s",
-         "raise it, or make the reward faster"),
-        ("groups-small", view.recipe.sampling.group_size == 2 and not is_graded, "note",
-         "if 10 % of answers are right, 18 % of groups of 2 and 57 % of groups of 8 differ", "sampling.group_size", "use 8"),
-    )  # fmt: skip
-    yield from _forms(view)
     answers = view.answers or (filter(None, view.references) if reward.is_function else ())
     written = [view.written] if view.written else [f"{view.marker} {one}" for one in islice(answers, 64)]
     lengths, field = [*map(view.tokens, written)] or [0], f"{at}max_tokens" if at else "sampling.max_tokens"
-    if (middle := median(lengths)) > limit:
-        told, fix = f"{middle:.0f} tokens, such as {written[0]!r:.80}", f"use {2 * math.ceil(max(lengths))} or more"
-        fix += ", or extract shorter answers by task.answer_pattern" if reward.is_function else ""
-        yield Finding("max-tokens-small", worse(not reward.is_function, 1), told, field, fix)
-    if limit < (needed := 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if view.steps else 0):
-        told = f"the prompt says {view.steps!r}" if view.steps else "the model thinks first"
-        context = ", and twice that for model.max_context" if 4 * needed >= view.recipe.model.max_context else ""
-        yield Finding("max-tokens-small", "warning", told, field, f"use {4 * needed}{context}")
+    fix = ", or extract shorter answers by task.answer_pattern" if reward.is_function else ""
+    needed = 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if view.steps else 0
+    context = ", and twice that for model.max_context" if 4 * needed >= view.recipe.model.max_context else ""
+    yield from (
+        ("terms-outweigh", False, not 0 <= reward.format_weight < right and f"{reward.format_weight:g}",
+         f"{at}reward.format_weight", f"use {right / 10:g}"),
+        ("terms-outweigh", False, is_open and "it matches an empty text", f"{at}reward.format_pattern",
+         "name what must be there"),
+        ("terms-outweigh", False, tokens and penalty > 2 * right and f"{penalty:g}", f"{at}reward.overlong.penalty",
+         f"use {right:g}"),
+        ("terms-outweigh", False, tokens > limit / 2 and f"{tokens} of {limit} tokens", f"{at}reward.overlong.buffer_tokens",
+         f"use {limit // 4}"),
+        ("wrong-paid", not reward.is_function, f"an empty text earns {min(paid):g}" if is_paid else view.indifference,
+         f"{at}reward.scorer", "check what it returns by default and what it compares, or the problem's tests"),
+        ("reward-slow", "note", seconds > reward.timeout_s / 4 and f"{seconds:.2g} s", f"{at}reward.timeout_s",
+         "raise it, or make the reward faster"),
+        ("groups-small", "note", view.recipe.sampling.group_size == 2 and not is_graded and
+         "if 10 % of answers are right, 18 % of groups of 2 and 57 % of groups of 8 differ", "sampling.group_size", "use 8"),
+        ("max-tokens-small", not reward.is_function, (middle := median(lengths)) > limit
+         and f"{middle:.0f} tokens, such as {written[0]!r:.80}", field, f"use {2 * math.ceil(max(lengths))} or more{fix}"),
+        ("max-tokens-small", False, limit < needed and
+         (f"the prompt says {view.steps!r}" if view.steps else "the model thinks first"), field, f"use {4 * needed}{context}"),
+    )  # fmt: skip
+    yield from _forms(view)
     yield from _stops(view)
     yield from _judge(view)
 
@@ -434,35 +427,31 @@ def _is_said(words: list[str], text: str) -> bool:
     return all(word in re.sub(forbidden, "", text) for word in words)
 
 
-def _forms(view: SetView) -> Findings:
-    """Yield the `form-unsaid` findings."""
+def _forms(view: SetView) -> Rows:
     pattern, task, field = view.share.reward.answer_pattern, view.share.task, f"{view.place}reward.answer_pattern"
     if view.written and not re.search(pattern, view.written):
-        yield Finding("form-unsaid", "grave", f"the model writes {view.written!r}", field, "use that of its recipe")
+        yield "form-unsaid", True, f"the model writes {view.written!r}", field, "use that of its recipe"
     if task.is_episodic or view.is_toy:
         return
-    if re.match(r"\^|\\A", pattern) and view.steps:
-        yield Finding("form-unsaid", "warning", pattern, field, "leave out its ^, as steps come first")
+    is_anchored = re.match(r"\^|\\A", pattern) and view.steps
+    yield "form-unsaid", False, is_anchored and pattern, field, "leave out its ^, as steps come first"
     text = view.told.lower() if (ignores_case := _ANY_CASE.search(pattern)) else view.told
     field = f"{view.place}task.{'system_prompt' if task.prompt_style == 'chat' else 'instruction'}"
     form = _literal(view.share.reward.format_pattern)
-    if view.opened and "<think>" in form:
-        fix = "leave out its <think>, which the chat template writes, so that completions begin after it"
-        yield Finding("form-unsaid", "warning", form, f"{view.place}reward.format_pattern", fix)
+    fix = "leave out its <think>, which the chat template writes, so that completions begin after it"
+    yield "form-unsaid", False, view.opened and "<think>" in form and form, f"{view.place}reward.format_pattern", fix
     for marker in (view.marker, form):
         words = re.findall(r"[^\W\d_]{2,}", marker.lower() if ignores_case else marker) or [marker]
-        if len(marker) >= 2 and not (view.thinks and "think" in words) and not _is_said(words, text):
-            yield Finding("form-unsaid", "warning", f"the reward looks for {marker!r}", field, "ask for it, with an example")
+        is_unsaid = len(marker) >= 2 and not (view.thinks and "think" in words) and not _is_said(words, text)
+        yield "form-unsaid", False, is_unsaid and f"the reward looks for {marker!r}", field, "ask for it, with an example"
     asked, scorer = r"\boxed" if _is_said([r"\boxed"], text) else view.steps, view.share.reward.scorer
     is_unread = asked == r"\boxed" and "boxed" not in pattern if pattern else bool(asked and view.answers)
-    if is_unread and scorer in ("task", "exact"):
-        compared = f"the text after {view.marker!r}" if view.marker else "the whole text"
-        told = f"prompts say {asked!r}, but the reward compares {compared}"
-        yield Finding("form-unsaid", "warning", told, f"{view.place}reward.scorer", "ask for what it reads, or use math")
+    compared = f"the text after {view.marker!r}" if view.marker else "the whole text"
+    told = is_unread and scorer in ("task", "exact") and f"prompts say {asked!r}, but the reward compares {compared}"
+    yield "form-unsaid", False, told, f"{view.place}reward.scorer", "ask for what it reads, or use math"
 
 
-def _stops(view: SetView) -> Findings:
-    """Yield the `stop-cuts-answers` findings."""
+def _stops(view: SetView) -> Rows:
     marker, pattern = view.marker, re.sub(r"\\(\W)", r"\1", view.share.reward.answer_pattern)
     before = f"{view.share.task.instruction}\n{view.share.task.system_prompt}"
     before = before.partition(marker)[0] if marker else before
@@ -473,13 +462,10 @@ def _stops(view: SetView) -> Findings:
         why = ("reward.answer_pattern needs it" if is_needed else "it occurs in right answers" if cut > 0.05
                else "the prompt asks for steps" if is_short
                else "the prompt tells the policy to write it before the answer" if bare and bare in before else "")  # fmt: skip
-        if why:
-            gravity = worse(max(is_needed, cut), 0.5)
-            yield Finding("stop-cuts-answers", gravity, f"{stop!r}: {why}", "sampling.stop", "leave it out")
+        yield "stop-cuts-answers", max(is_needed, cut) >= 0.5, why and f"{stop!r}: {why}", "sampling.stop", "leave it out"
 
 
-def _judge(view: SetView) -> Findings:
-    """Yield the `judge-misled` findings."""
+def _judge(view: SetView) -> Rows:
     if (judge := view.share.reward.judge) is None:
         return
     at, words = f"{view.place}reward.judge", re.findall(r"[a-z]{2,}", _literal(judge.pattern).lower())
@@ -487,14 +473,14 @@ def _judge(view: SetView) -> Findings:
     best = f"{judge.full_marks:g}"
     read = re.findall(judge.pattern, written(judge.pattern, best))
     is_asked = not words or _is_said(words, judge.template.lower())
-    yield from found(
-        ("judge-misled", not re.search(r"\{(prompt|reference)\}", judge.template), False, "it has neither", f"{at}.template",
+    yield from (
+        ("judge-misled", False, not re.search(r"\{(prompt|reference)\}", judge.template) and "it has neither", f"{at}.template",
          "add {prompt} or {reference}, without which the judge does not know the problem"),
-        ("judge-misled", not is_asked, False, f"the pattern is {judge.pattern!r}", f"{at}.template",
+        ("judge-misled", False, not is_asked and f"the pattern is {judge.pattern!r}", f"{at}.template",
          "ask for this form, with an example"),
-        ("judge-misled", read and best not in read, False, f"it reads {read[-1:]} in {best}", f"{at}.pattern",
+        ("judge-misled", False, read and best not in read and f"it reads {read[-1:]} in {best}", f"{at}.pattern",
          "let it take whole numbers"),
-        ("judge-misled", marks and judge.full_marks not in marks, False, best, f"{at}.full_marks",
+        ("judge-misled", False, marks and judge.full_marks not in marks and best, f"{at}.full_marks",
          f"the template says {max(marks, default=0):g}; use that"),
     )  # fmt: skip
 

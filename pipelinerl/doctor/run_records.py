@@ -86,9 +86,8 @@ class RunRecords:
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        told = self.summary.get("heldout")
-        known = told if isinstance(told, list) else []
-        return known or [one for step in self.steps if (one := evaluation_of(step)) is not None]
+        known = self.summary.get("heldout")
+        return known if known and isinstance(known, list) else [*filter(None, map(evaluation_of, self.steps))]
 
     @cached_property
     def trained_samples(self) -> list[Record]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipelinerl.doctor.findings import Finding, Findings, Gravity, percent, worse
+from pipelinerl.doctor.findings import Rows, percent
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.rules import value_at
 from pipelinerl.rl.groups import CUTTING, groups_per_step
@@ -34,7 +34,7 @@ class Settings:
         return self.recipe.model.source == "package" or 0 < self.parameters < _TOY
 
 
-def optimizer(view: Settings) -> Findings:
+def optimizer(view: Settings) -> Rows:
     """Examine the optimizer.
 
     learning-rate-high (learning.md#learning-rate): The learning rate destroys the model: it exceeds 5e-5, for a toy model 0.01,
@@ -64,19 +64,19 @@ def optimizer(view: Settings) -> Findings:
         ("optimizer-settings", 1.001 * (trainer.beta1 >= math.sqrt(trainer.beta2)), 10,
          f"beta1 {trainer.beta1:g}, beta2 {trainer.beta2:g}", "beta2", "use 0.95 to 0.999, and 0.9 for beta1"),
     ):  # fmt: skip
-        if value > 1 + 1e-9:
-            yield Finding(id_, worse(value, grave), told, f"trainer.{field_}", advice)
+        yield id_, value >= grave, value > 1 + 1e-9 and told, f"trainer.{field_}", advice
 
 
-def ranges(view: Settings) -> Findings:
+def ranges(view: Settings) -> Rows:
     """Examine fields that have a usual range.
 
     temperature (learning.md#from-rewards-to-advantages): Completions of a group are too similar or too random: the temperature
         is below 0.5 (grave: 0.1) or above 1.5 (grave: 2), or that of held-out answers is above 1.5.
     penalty-dominates (learning.md#losses): A term outweighs the reward: kl_coefficient is above 0.2 (grave: 10),
         entropy_coefficient above 0.05 (1), value_coefficient above 5 (1,000), or trainer.value_learning_rate above 0.05 (1).
-    bounds-wrong (learning.md#losses): The loss's bounds keep few tokens, or bound nothing: clip_high is outside 0.01 to 10 (for
-        gspo above 0.05), clamp is outside 1 to 100, a mask is within 10 % of 1 (grave: 1 %), or mask_kl is under 0.001.
+    bounds-wrong (learning.md#losses): The loss's bounds keep few tokens, or bound nothing: clip_high is outside 0.01 to 10
+        (cispo: above 10; gspo: above 0.05), clamp is outside 1 to 100, a mask is within 10 % of 1 (grave: 1 %), or mask_kl is
+        under 0.001.
     reward-scale (recipes.md#rewards): Rewards have an unusual size: reward.correct, or the largest reward of your function in a
         trial call, is above 50 or under 0.01; a note if advantages are divided by the standard deviation of rewards.
     batch-small (learning.md#from-rewards-to-advantages): Too few problems shape the gradient: trainer.batch_size equals
@@ -100,18 +100,17 @@ def ranges(view: Settings) -> Findings:
         ("bounds-wrong", loss == "cispo", "algorithm.clip_high", 0, 10, _ANY, "4"),
         ("bounds-wrong", loss in CUTTING and loss != "gspo", "algorithm.clip_high", 0.01, 10, _ANY, "0.2"),
     ):  # fmt: skip
-        if is_used and not low <= (value := value_at(recipe, name)) <= high:
-            gravity: Gravity = "warning" if grave[0] < value < grave[1] else "grave"
-            yield Finding(id_, gravity, f"{low:g} to {high:g} is usual", name, f"use {usual}")
+        is_odd = is_used and not low <= (value := value_at(recipe, name)) <= high
+        yield id_, is_odd and not grave[0] < value < grave[1], is_odd and f"{low:g} to {high:g} is usual", name, f"use {usual}"
     for place, share in recipe.tasks_by_place.items():
-        if not 0.01 <= (value := view.earned.get(place, share.reward.correct)) <= 50:
-            gravity = "note" if recipe.algorithm.normalize_std else "warning"
-            yield Finding("reward-scale", gravity, f"up to {value:g}", f"{place}reward.correct", "let full marks be about 1")
+        value, gravity = view.earned.get(place, share.reward.correct), recipe.algorithm.normalize_std and "note"
+        told = not 0.01 <= value <= 50 and f"up to {value:g}"
+        yield "reward-scale", gravity, told, f"{place}reward.correct", "let full marks be about 1"
         taken = num * share.weight / sum(one.weight for one in recipe.mixture.values())
-        if taken < min(10, num):
-            yield Finding("batch-small", "warning", f"{taken:.2g} groups in the run", f"{place}weight", "raise it, or drop it")
-    if size > 1 and groups_per_step(recipe) == 1:
-        yield Finding("batch-small", "warning", "1 group", "trainer.batch_size", f"use {16 * size}, for 16 problems a step")
+        told = taken < min(10, num) and f"{taken:.2g} groups in the run"
+        yield "batch-small", False, told, f"{place}weight", "raise it, or drop it"
+    told = size > 1 and groups_per_step(recipe) == 1 and "1 group"
+    yield "batch-small", False, told, "trainer.batch_size", f"use {16 * size}, for 16 problems a step"
 
 
 SETTINGS_RULES = (optimizer, ranges)

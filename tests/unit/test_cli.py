@@ -108,6 +108,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ),
         ("validate gsm --gpu-memory 80", "--gpu-memory = '80': give a number with GiB or GB"),
         ("validate gsm --parameters 7B", "--parameters = '7B': needs --gpu-memory; give that, too"),
+        ("doctor gsm --parameters 7B", "--parameters = '7B': needs --gpu-memory; give that, too"),
         (
             "validate there.yaml --fields-only --gpu-memory 80GB --set model.name=else",
             "the model, else, does not tell its size",

@@ -261,7 +261,7 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         (tmp_path / "seeded.yaml").write_text(yaml.safe_dump(changed(changes)))
         subject = str(tmp_path / "seeded.yaml")
-        args = argparse.Namespace(subject=subject, overrides=[], gpu_memory=None, reward_rows=tried, json=True)
+        args = argparse.Namespace(subject=subject, overrides=[], gpu_memory=None, parameters=None, reward_rows=tried, json=True)
         code, told = doctor(args), json.loads(capsys.readouterr().out)
         assert code == any(one["gravity"] == "grave" for one in told["findings"])
         findings = [one for one in told["findings"] if one["id"] != "machine-lacks"]
@@ -290,7 +290,7 @@ def test_a_reward_beside_the_recipe_is_found(judge: Judge, tmp_path: Path) -> No
     [unpaid] = judge({"reward.scorer": "own_tags:tagged"}, ROWS, 12)
     assert unpaid["id"] == "references-unpaid", "nothing is paid, so no wrong answer is"
     (tmp_path / "seeded.yaml").rename(tmp_path / "recipe.yaml")
-    args = argparse.Namespace(subject=str(tmp_path), overrides=[], gpu_memory=None, reward_rows=2, json=False)
+    args = argparse.Namespace(subject=str(tmp_path), overrides=[], gpu_memory=None, parameters=None, reward_rows=2, json=False)
     args.reward_rows = 0
     assert doctor(args) == 0  # a folder of `pipelinerl init` is no run
 
@@ -315,6 +315,9 @@ def test_slow_trial_calls_and_a_template_that_begins_the_reasoning_are_named() -
     examined = Examination(calls=[call], preview=Preview([("prompt", "9 tokens\n    | ⟨<think>⟩\n    | ")]))
     found = [one.id for one in quick_findings(recipe, examined) if one.field.startswith("reward.")]
     assert found == ["form-unsaid", "reward-slow"]
+    own = make_recipe(model=CPU, reward={"scorer": "own:score", "timeout_s": 5.0})
+    wrong = Examination(calls=[replace(call, near_miss="8"), *[replace(call, near_miss="9", reward=0.5)] * 3])
+    assert "reward-slow" in [one.id for one in quick_findings(own, wrong)], "the reward may fail for every right answer"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -184,22 +184,22 @@ def _mean_lag(histogram: dict[int, int]) -> float:
 
 def test_lengths_as_bars_and_of_a_run(tmp_path: Path) -> None:
     recipe = recipe_with(3)
-    bars, _ = lengths_of("1-3:3, 8", recipe)
+    bars, _ = lengths_of("1-3:3, 8", recipe.max_tokens)
     assert (bars.tokens.tolist(), bars.shares.tolist()) == ([1, 2, 3, 8], [0.25] * 4)
     samples = [{"heldout": tokens == 9, "spans": [[0, 0, 2], [1, 2, tokens]]} for tokens in (4, 6, 9, 40)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     # In the second half: two of up to 16 tokens, two of 17 to 32, of which nothing more is known, and four of 40.
     ended = [{"16": [5, 0]}, {}, {"16": [1, 1], "64": [1, 3]}, {"32": [1, 1]}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"ended_by_length": one}) + "\n" for one in ended))
-    learned, source = lengths_of(str(tmp_path), recipe)
+    learned, source = lengths_of(str(tmp_path), recipe.max_tokens)
     assert source == f"8 completions of {tmp_path}"
     assert learned.tokens.tolist() == [4, 6, *range(17, 33), 40]
     assert learned.shares.tolist() == pytest.approx([1 / 8, 1 / 8, *[2 / 8 / 16] * 16, 4 / 8])
     with pytest.raises(FieldError, match=r"--lengths = '50': is longer than sampling.max_tokens \(40\)"):
-        lengths_of("50", recipe)
+        lengths_of("50", recipe.max_tokens)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"ended_by_length": {"short": 3}}))
     with pytest.raises(FieldError, match=r"holds invalid records of a run"):
-        lengths_of(str(tmp_path), recipe)
+        lengths_of(str(tmp_path), recipe.max_tokens)
 
 
 def test_the_command_prints_a_plan_and_its_reasons(

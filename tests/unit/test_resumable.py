@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.audit.journal import JOURNAL
 from pipelinerl.commands.run import RESUME, resume
 from pipelinerl.errors import FieldError, UserError
 from pipelinerl.local.ending import write_report
@@ -88,7 +89,14 @@ def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
     write_json(state, {**current, "format": 2})
     with pytest.raises(FieldError, match=r"of policy version 5 has format 2, .*finish the run with the release that wrote it"):
         resume(run)
-    write_json(state, current)
+    for damaged, content in ((state, "[]"), (state, "{}"), (state, "{"), (run.path / JOURNAL, "{\n")):
+        damaged.write_text(content)
+        with pytest.raises(
+            FieldError, match=r"--resume = .*its journal or newest checkpoint cannot be read: .*; restore the file"
+        ):
+            resume(run)
+        write_json(state, current)
+    (run.path / JOURNAL).unlink()
     (run.path / "lineage.json").unlink()
     with pytest.raises(FieldError, match=r"--resume = .*lineage.json is missing: restore it"):
         resume(run)

@@ -28,7 +28,7 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import check_resumable, recipe_yaml
 from pipelinerl.rl.groups import FIRST_INCARNATION, Lineage
 from pipelinerl.rl.ledger import SKIPPED, OpenGroup, Outcome, SequenceTracker, failed_sample
-from pipelinerl.run_dir import CHANGES, CHECKPOINTS, LINEAGE, NOTHING_THERE, STATE_FORMAT, missing_from, resumable, write_whole
+from pipelinerl.run_dir import CHANGES, CHECKPOINTS, LINEAGE, NOTHING_THERE, STATE_FORMAT, newest_state, resumable, write_whole
 from pipelinerl.run_summary import METRICS, read_jsonl, totals_of
 from pipelinerl.v1 import sequence_pb2
 from services.trainer.checkpoint.files import tidy
@@ -264,12 +264,7 @@ def find_start(run_dir: Path, run: str, recipe: Recipe) -> Start:
     files are missing or a recipe change is not allowed, and the errors of `read_lineage` and `load_run_state`."""
     for parent in (run_dir, run_dir / CHECKPOINTS):
         tidy(parent)
-    try:
-        missing = missing_from(run_dir)
-    except (ValueError, KeyError) as error:
-        missing = f"its journal or its newest checkpoint cannot be read: {error!r}; restore it from a backup"
-    if missing:
-        raise FieldError("run_dir", str(run_dir), missing)
+    newest_state(run_dir, "run_dir")  # refuses a folder that lost files
     lineage = read_lineage(run_dir, run)
     if lineage is None:
         return Start()
