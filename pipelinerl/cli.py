@@ -29,9 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
     for name, (text, execute, arguments, *examples) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         _add(command, arguments)
-        if examples:
-            command.formatter_class = argparse.RawDescriptionHelpFormatter
-            command.epilog = "\n  ".join([f"example{'s' if examples[1:] else ''}:", *examples])
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.epilog = "\n  ".join([f"example{'s' if examples[1:] else ''}:", *examples])
         command.set_defaults(execute=execute)
     commands.choices["serve"].usage = "%(prog)s [-h] [--version N] [--print] RUN|CHECKPOINT [-- ARGUMENT_OF_VLLM ...]"
     return parser
@@ -163,7 +162,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
          "is an example", {"default": ""}),
         ("--metrics-port PORT", int, "port on this machine for the runner's /metrics and for /targets, where Prometheus finds "
          "the run's services (default: any free one)", {"default": 0}),
-    ]),
+    ], "pipelinerl run arithmetic --actors 2 --set trainer.steps=100", "pipelinerl run --resume runs/try"),
     "submit": ("train a model in a Kubernetes cluster, as one release of the Helm chart", "submit:submit", [
         _PERHAPS, _SET, *_CLUSTER,
         ("--release NAME", str, "name of the release and of the run (default: the recipe's name)"),
@@ -178,13 +177,13 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "runs": ("list the runs of a namespace in a Kubernetes cluster", "submit:runs", [
         *_CLUSTER,
         ("--json", None, "print one JSON array"),
-    ]),
+    ], "pipelinerl runs -n rl"),
     "scale": ("change the number of actors of a running local run (in a cluster: kubectl scale)", "run:scale", [
         ("what", None, "service to scale", {"choices": ["actors"]}),
         ("count N", int, "number of actors to reach"),
         ("--run-dir DIR", Path, "folder of the run", {"required": True}),
         ("--timeout S", float, "seconds to wait until all actors serve (300)", {"default": 300.0}),
-    ]),
+    ], "pipelinerl scale actors 3 --run-dir runs/try"),
     "validate": ("check a recipe and print a summary of it", "validate:validate", [
         _RECIPE, _SET, _ROWS,
         ("--fields-only", None, "check only the fields, not files and functions that they name, which may be elsewhere"),
@@ -192,7 +191,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB; then also print how much the recipe needs, and advice. "
          "With several trainer nodes, set the total number of ranks by --set trainer.nproc=N"),
         _SIZE,
-    ]),
+    ], "pipelinerl validate gsm --gpu-memory 80GiB --parameters 7.6B"),
     "doctor": ("say why a recipe will not learn, or why a run does not", "validate:doctor", [
         ("subject RECIPE|RUN", str, "recipe file or name, or the folder of a run, finished or not"),
         _SET, _ROWS,
@@ -224,10 +223,10 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--sequences-in-progress H", int, "sequences on each actor (default: the best)"),
         ("--kv-kib-per-token KIB", float, "KiB of KV cache per token (default: from config.json, or else assumed)"),
         ("--json", None, "print the plan as one JSON object"),
-    ]),
+    ], "pipelinerl plan gsm --parameters 7.6B --accelerators 32 --lengths 1-512:2,513-4096:7,4097-8192:1"),
     "report": ("rebuild report.html of a run", "run_folder:report", [
         ("run_dir RUN_DIR", Path, "folder of a run, finished or not"),
-    ]),
+    ], "pipelinerl report runs/try"),
     "replay": ("compute a recorded run's optimizer steps again, and compare the weights", "replay:replay", [
         ("run RUN", Path, "folder of a run with `record: true`, finished or not"),
         ("--from STEP", int, "first step to show (default: the first one)", {"dest": "first"}),
@@ -256,16 +255,16 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("run_dir RUN_DIR", Path, "folder of a current, finished or crashed run"), *_STREAMS,
         ("--json", None, "print one JSON object"),
         ("--versions", None, "list every version, not only unusual ones"),
-    ]),
+    ], "pipelinerl audit runs/try --versions"),
     "dead-letters": ("list a run's abandoned prompt groups", "run_folder:dead_letters", [
         ("run_dir RUN_DIR", Path, "folder of a local run, finished or not", {"nargs": "?"}), *_STREAMS,
         ("--run NAME", str, "name of the run on the NATS server", {"default": ""}),
         ("--json", None, "print one JSON object per line, with the whole prompt"),
-    ]),
+    ], "pipelinerl dead-letters runs/try --json"),
     "cache": ("list or remove files kept for the next run, such as initial models", "run:cache", [
         ("--clear NAME", str, "remove these entries, or all if none is named; wait until no run uses them",
          {"nargs": "*", "completer": _kept}),
-    ]),
+    ], "pipelinerl cache --clear"),
 }  # fmt: skip
 """For each command: its help, its function as `module:function` in `pipelinerl.commands`, its arguments, and examples. The
 function returns the exit code, and raises `UserError` for a mistake in the arguments. Each argument is a tuple: flags and

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.cli import main
+from pipelinerl.cli import COMMANDS, build_parser, main
 from pipelinerl.commands.run import _until_there, chosen_ports
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.rehearsal import Preview
@@ -57,6 +58,14 @@ def test_help_and_version_are_told_without_importing_anything_heavy() -> None:
     loaded = done.stderr.split()
     assert loaded[0] == "loaded"
     assert [name for name in HEAVY if name in loaded] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_shows_an_example_that_it_accepts(name: str) -> None:
+    examples = [shlex.split(re.split(r" \| | -- ", line)[0], comments=True) for line in COMMANDS[name][3:]]
+    given = [build_parser().parse_args(words[1:]) for words in examples]  # exits if an example is wrong
+    assert [words[0] for words in examples] == ["pipelinerl"] * len(examples)
+    assert name in [one.command for one in given]
 
 
 @pytest.mark.parametrize("recipe", ["recipes/gsm.yaml", *sorted(path.stem for path in (REPO / "recipes").glob("*.yaml"))])
