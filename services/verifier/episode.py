@@ -20,7 +20,6 @@ import shlex
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
@@ -31,7 +30,7 @@ from urllib.parse import urlsplit
 
 from pipelinerl import episodes
 from pipelinerl.episodes import POLICY_FAULTS, Done, Environment, Messages, Tool, ToolCall, Turn
-from pipelinerl.errors import FieldError, UserError, as_unicode, how_ended, located
+from pipelinerl.errors import FieldError, UserError, as_unicode, how_ended
 from pipelinerl.recipe.fields import ProblemSet, TaskConfig
 from pipelinerl.tasks.source import Division, Split, conversation, prompt_of
 from pipelinerl.v1 import verifier_pb2
@@ -39,7 +38,7 @@ from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
 from services.verifier.rewards.compose import make_reward, number_of, terms_of, wrong_number
 from services.verifier.rewards.item import BadReward
-from services.verifier.worker import MESSAGE_CHARACTERS, failed, score_item
+from services.verifier.worker import MESSAGE_CHARACTERS, failed, outcome, score_item
 
 if TYPE_CHECKING:
     from verifiers.v1 import Episode, Trace
@@ -123,28 +122,20 @@ Play = Callable[[EpisodeRequest, Policy], VerifyResult | VerifyItem]
 
 def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: float) -> VerifyResult | VerifyItem:
     """Call `play`, and convert its exceptions to a status. `max_abs`: largest valid absolute value of a reward or term."""
-    started_s = time.perf_counter()
-    try:
-        result = play(request, policy)
-        if isinstance(result, VerifyItem):
-            return result
-        if wrong := wrong_number((result.reward, *result.components.values()), max_abs):
-            result = failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, f"{wrong}: {result.reward}")
-    except PolicyFault as fault:
-        message = as_unicode(str(fault))[:MESSAGE_CHARACTERS]
-        result = VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK, components={"answer": 0.0}, message=message)
-    except MemoryError:  # the traceback holds the memory and is freed at the end of this block
-        result = failed(verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the episode exceeded reward.memory_mib")
-    except EpisodeFailed as failure:
-        result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, str(failure))
-    except BadReward as error:
-        result = failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, str(error))
-    except BaseException as error:  # noqa: BLE001 - the process boundary; an environment may also raise SystemExit
-        traceback.print_exc()
-        result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the environment raised {located(error)}{_hint(error, request)}")
-    result.sequence_id = request.sequence_id
-    result.seconds = time.perf_counter() - started_s
-    return result
+
+    def played() -> VerifyResult | VerifyItem:
+        try:
+            result = play(request, policy)
+        except PolicyFault as fault:
+            message = as_unicode(str(fault))[:MESSAGE_CHARACTERS]
+            return VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK, components={"answer": 0.0}, message=message)
+        except EpisodeFailed as failure:
+            return failed(verifier_pb2.VERIFY_STATUS_CRASHED, str(failure))
+        if isinstance(result, VerifyResult) and (wrong := wrong_number((result.reward, *result.components.values()), max_abs)):
+            raise BadReward(f"{wrong}: {result.reward}")
+        return result
+
+    return outcome(request.sequence_id, played, "episode", lambda error: _hint(error, request))
 
 
 def _hint(error: BaseException, request: EpisodeRequest) -> str:

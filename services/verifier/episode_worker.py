@@ -22,7 +22,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,13 +31,13 @@ from urllib.parse import urlsplit
 
 import numpy.random
 
-from pipelinerl.errors import FieldError, UserError
+from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, EpisodeRequest, VerifyItem
 from services.verifier import confinement
 from services.verifier.episode import Play, Policy, load_play, play_verifiers, run_episode
 from services.verifier.sandbox import NoSandbox, confine, confinement_missing
-from services.verifier.worker import failed
+from services.verifier.worker import failed, run_process
 
 ORDER = struct.Struct("!cQ")
 """Format of an order: its kind, and the number of the episode."""
@@ -51,34 +51,24 @@ JUDGE = b"J"
 """Prefix of an answer for a judge. No serialized result begins with this byte."""
 
 
-def main() -> int:
-    confinement.attach_to_parent()
-    pipes = confinement.take_pipes()
-    requests, results = pipes
+def _prepared(recipe: Recipe) -> Callable[[Connection, Connection], int]:
     orders = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(orders.fileno(), False)
-    try:
-        recipe = Recipe.model_validate_json(requests.recv_bytes())
-        tasks = recipe.episodic_tasks
-        plays = {
-            name: play_verifiers(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
-            if share.task.source == "verifiers"
-            else load_play(share, search_path=sys.argv[2])
-            for name, share in tasks.items()
-        }
-        if missing := confinement_missing():
-            for share in tasks.values():
-                if share.reward.sandbox:
-                    raise FieldError("reward.sandbox", True, missing)
-                print(f"{share.task.source} {share.name} runs without a sandbox: {missing}", file=sys.stderr)
-    except UserError as error:
-        results.send_bytes(str(error).encode())
-        return 1
-    results.send_bytes(b"")
+    tasks = recipe.episodic_tasks
+    plays = {
+        name: play_verifiers(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
+        if share.task.source == "verifiers"
+        else load_play(share, search_path=sys.argv[2])
+        for name, share in tasks.items()
+    }
+    if missing := confinement_missing():
+        for share in tasks.values():
+            if share.reward.sandbox:
+                raise FieldError("reward.sandbox", True, missing)
+            print(f"{share.task.source} {share.name} runs without a sandbox: {missing}", file=sys.stderr)
     gc.collect()
     gc.freeze()  # a collection in a child would copy all shared pages
-    Template(tasks, plays, orders, pipes).serve()
-    return 0
+    return lambda *pipes: Template(tasks, plays, orders, pipes).serve()
 
 
 @dataclass
@@ -91,8 +81,8 @@ class Template:
     _pid: int = field(default_factory=os.getpid)
     _wake: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
 
-    def serve(self) -> None:
-        """Perform orders until the verifier closes its end of the socket."""
+    def serve(self) -> int:
+        """Perform orders until the verifier closes its end of the socket. Return the process's exit code, 0."""
         woken, waking = self._wake
         for end in self._wake:
             end.setblocking(False)
@@ -107,7 +97,7 @@ class Template:
                     woken.recv(4096)
                 self._reap()
                 if self.orders in events and not self._take_order(ready):
-                    return
+                    return 0
 
     def _take_order(self, ready: selectors.BaseSelector) -> bool:
         """Perform one order. Return False if the verifier has closed the socket."""
@@ -205,6 +195,4 @@ def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifie
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stdout.flush()
-    os._exit(exit_code)
+    run_process(_prepared)
