@@ -77,29 +77,23 @@ class Template:
     plays: Mapping[str, Play]
     orders: socket.socket
     pipes: tuple[Connection, Connection]
-    _running: dict[int, int] = field(default_factory=dict)
+    _running: dict[int, int | None] = field(default_factory=dict)
+    """Numbers of episodes by pid; None for a process that an episode left and that was killed."""
     _pid: int = field(default_factory=os.getpid)
-    _wake: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
+    _ready: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def serve(self) -> int:
         """Perform orders until the verifier closes its end of the socket. Return the process's exit code, 0."""
-        woken, waking = self._wake
-        for end in self._wake:
-            end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
-        with selectors.DefaultSelector() as ready:
-            ready.register(self.orders, selectors.EVENT_READ)
-            ready.register(woken, selectors.EVENT_READ)
-            while True:
-                events = {key.fileobj for key, _ in ready.select()}
-                if woken in events:
-                    woken.recv(4096)
-                self._reap()
-                if self.orders in events and not self._take_order(ready):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # users' code may ignore it, and ended processes would have no status
+        self._ready.register(self.orders, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._ready.select():
+                if key.fileobj is not self.orders:
+                    self._reap(key.fd, key.data)
+                elif not self._take_order():
                     return 0
 
-    def _take_order(self, ready: selectors.BaseSelector) -> bool:
+    def _take_order(self) -> bool:
         """Perform one order. Return False if the verifier has closed the socket."""
         order, descriptors, _, _ = socket.recv_fds(self.orders, ORDER.size, 1)
         if not order:
@@ -116,35 +110,34 @@ class Template:
             self.orders.sendall(ENDED.pack(number, NOT_FORKED))
         else:
             if pid == 0:
-                ready.close()
                 self._become_episode(descriptors[0])
-            self._running[pid] = number
+            self._await_end(pid, number)
         os.close(descriptors[0])
         return True
 
-    def _reap(self) -> None:
-        """Reap ended processes, kill their orphans, and report each episode's end."""
-        while True:
-            try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if ended is None:
-                return
-            if ended.si_pid in self._running:
-                confinement.kill_group(ended.si_pid)  # before the process is reaped, since its pid may be reused afterwards
-            _, status = os.waitpid(ended.si_pid, 0)
-            for orphan in set(confinement.children(os.getpid())) - self._running.keys():
-                confinement.kill_tree(orphan)
-            if (number := self._running.pop(ended.si_pid, None)) is not None:
-                self.orders.sendall(ENDED.pack(number, os.waitstatus_to_exitcode(status)))
+    def _await_end(self, pid: int, number: int | None) -> None:
+        self._running[pid] = number
+        self._ready.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+
+    def _reap(self, descriptor: int, pid: int) -> None:
+        """Reap an ended process, kill its orphans, and report an episode's end."""
+        self._ready.unregister(descriptor)
+        os.close(descriptor)
+        confinement.kill_group(pid)  # before the process is reaped, since its pid may be reused afterwards
+        _, status = os.waitpid(pid, 0)
+        number = self._running.pop(pid)
+        for orphan in set(confinement.children(os.getpid())) - self._running.keys():
+            confinement.kill_tree(orphan)
+            self._await_end(orphan, None)
+        if number is not None:
+            self.orders.sendall(ENDED.pack(number, os.waitstatus_to_exitcode(status)))
 
     def _become_episode(self, descriptor: int) -> NoReturn:
         code = 1
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for end in (self.orders, *self._wake, *self.pipes):
+            for key in self._ready.get_map().values():
+                os.close(key.fd)
+            for end in (self._ready, *self.pipes):
                 end.close()
             os.setsid()
             confinement.attach_to_parent()

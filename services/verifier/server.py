@@ -33,7 +33,7 @@ from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from services.verifier.episode_pool import NO_TEMPLATE, EpisodeLost, EpisodePool, run_episode_pool
 from services.verifier.episode_worker import is_confined
 from services.verifier.judge import Judge, api_key
-from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics
+from services.verifier.metrics import VerifierMetrics
 from services.verifier.pool import NO_WORKER, QueueFull, RewardPool, run_pool
 from services.verifier.worker import failed
 
@@ -76,7 +76,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             async with self._answering(context, *spans.values()):
                 results = await self._scored(request.items, lambda result: _add_reward_span(spans[result.sequence_id], result))
         for item, result in zip(request.items, results, strict=True):
-            self._metrics.count(item.task if item.task in self._tasks else UNKNOWN_TASK, result)
+            self._metrics.count(item.task, result)
         return verifier_pb2.VerifyResponse(results=results)
 
     async def RunEpisode(self, request: verifier_pb2.EpisodeRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResult:
@@ -88,8 +88,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 else:
                     result = await self._run(self._episodes, request)
             span.set_attributes({attributes.STATUS: status_name(result.status), attributes.REWARD: result.reward})
-        known = request.task in self._tasks
-        self._metrics.count(request.task if known else UNKNOWN_TASK, result, is_episode=self._episodes is not None)
+        self._metrics.count(request.task, result, is_episode=True)
         return result
 
     async def _scored(
@@ -168,17 +167,17 @@ async def _servicer(
 
 async def _sandboxes(recipe: Recipe) -> dict[str, str]:
     """Return the sandbox of each kind of code in the recipe; `none` if any code of the kind runs without one."""
-    sets, found = recipe.problem_sets.values(), dict[str, str]()
-    if programs := [share.reward.sandbox is not False for share in sets if share.reward.scorer == "code"]:
-        found["programs"] = "none"
-        if all(programs):  # the test of sandboxes needs a process with one thread
-            command = (sys.executable, "-m", "services.verifier.sandbox")
-            process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
-            found["programs"] = (await process.communicate())[0].decode().strip()
-    if rewards := [share.reward.sandbox for share in sets if share.reward.is_function and not share.task.is_episodic]:
-        found["rewards"] = "landlock" if all(rewards) else "none"
-    if episodes := [is_confined(share) for share in recipe.episodic_tasks.values()]:
-        found["episodes"] = "landlock" if all(episodes) else "none"
+    sets = recipe.problem_sets.values()
+    kinds = {
+        "programs": [share.reward.sandbox is not False for share in sets if share.reward.scorer == "code"],
+        "rewards": [share.reward.sandbox for share in sets if share.reward.is_function and not share.task.is_episodic],
+        "episodes": [is_confined(share) for share in recipe.episodic_tasks.values()],
+    }
+    found = {kind: "landlock" if all(confined) else "none" for kind, confined in kinds.items() if confined}
+    if found.get("programs") == "landlock":  # or bubblewrap; the test of sandboxes needs a process with one thread
+        command = (sys.executable, "-m", "services.verifier.sandbox")
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+        found["programs"] = (await process.communicate())[0].decode().strip()
     return found
 
 
