@@ -239,8 +239,10 @@ class Same:
 add = lambda a, b: Same()""",
     "ends well": "import os\ndef add(a, b): os._exit(0)",
     "raises": "def add(a, b): raise StopIteration",
-    "answers what it was not asked": "import os\n"
-    "[os.write(n, b'[\"value\",6,null]\\n') for n in range(3, 9) if not os.isatty(n)]",
+    **{
+        f"answers {value}": f"import os\n[os.write(n, b'[\"value\",{value},null]\\n') for n in range(3, 9) if not os.isatty(n)]"
+        for value in (6, '["array",["made","builtins.range",[0,1000000000000,1]]]')
+    },
 }
 
 

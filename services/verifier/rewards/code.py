@@ -312,8 +312,8 @@ def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
     return f"returns {result!r:.80}, not {test.returned!r:.80}"
 
 
-def _refuse(whose: str, number: Any) -> Any:
-    raise TypeError(f"{whose} {number} is not JSON")
+def _refuse(*what: Any) -> Any:
+    raise TypeError(f"{what} is not JSON")  # nor is it made here, which could take much time or memory
 
 
 def _same(result: Any, wanted: Any) -> bool:

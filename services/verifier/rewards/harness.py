@@ -53,8 +53,9 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
     return refer(value)
 
 
-def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """Return the value that `encode` wrote. `resolve` finds the object of a reference. Raises for other messages."""
+def decode(message: Any, resolve: Callable[..., Any]) -> Any:
+    """Return the value that `encode` wrote. `resolve` finds the object of a reference, and makes an object of a type in `_MADE`
+    from its arguments. Raises for other messages."""
     if not isinstance(message, list):
         return message
     match message:
@@ -72,9 +73,8 @@ def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
             return NotImplemented
         case ["array", listed]:
             return importlib.import_module("numpy").array(decode(listed, resolve))
-        case ["made", name, arguments] if name in _MADE:
-            module, _, kind = name.partition(".")
-            return getattr(importlib.import_module(module), kind)(*(decode(each, resolve) for each in arguments))
+        case ["made", name, arguments]:
+            return resolve("made", name, *(decode(each, resolve) for each in arguments))
         case ["mine" | "yours" as whose, number]:
             return resolve(whose, number)
     raise ValueError("not a message of the harness")
@@ -145,10 +145,13 @@ class Peer:
     def _decoded(self, message: Any) -> Any:
         return decode(message, self._resolve)
 
-    def _resolve(self, whose: str, number: Any) -> Any:
+    def _resolve(self, whose: str, what: Any, *arguments: Any) -> Any:
         if whose == "mine":
-            return self.remote(number)
-        return self._find(number) if isinstance(number, str) else self._shown[number]
+            return self.remote(what)
+        if whose == "made":
+            module, _, kind = _MADE[_MADE.index(what)].partition(".")
+            return getattr(importlib.import_module(module), kind)(*arguments)
+        return self._find(what) if isinstance(what, str) else self._shown[what]
 
     def _send(self, message: list[Any]) -> None:
         self._writing.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
