@@ -157,13 +157,13 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
         named = terms_of(done.metrics, "Done's dict of metrics")
         metrics = {name: number_of(value, f"Done's metric {name!r}") for name, value in named.items()}
         if not all(map(math.isfinite, metrics.values())):
-            return failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, f"not all of the environment's metrics are finite: {metrics}")
+            raise BadReward(f"not all of the environment's metrics are finite: {metrics}")
         components = {"answer": reward}
         if done.correct not in (None, True, False):
             raise TypeError(f"Done has correct={done.correct!r:.100}; it must be True, False or None")
         if done.correct is not None:  # the component `answer` only says whether the answer is right
-            components = {"answer": correct if done.correct else 0.0}
-            components["environment"] = reward - components["answer"]
+            answer = correct * done.correct
+            components = {"answer": answer, "environment": reward - answer}
         if hidden := ", ".join(components.keys() & metrics):
             raise BadReward(f"Done's metric {hidden} has the name of a term of the reward, which would hide it; rename it")
         return VerifyResult(
@@ -332,18 +332,15 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
         return play_environment(lambda: kind(**task.config), reward.correct)
     score = make_reward(reward, task)
 
-    def scored(
-        request: EpisodeRequest, answer: str, turn: Turn | None = None, num_tokens: int = 0
-    ) -> VerifyResult | VerifyItem:
+    def scored(request: EpisodeRequest, answer: str, **fields: Any) -> VerifyResult | VerifyItem:
         item = VerifyItem(
             sequence_id=request.sequence_id,
             task=request.task,
             prompt_text=request.prompt_text,
             completion_text=answer,
             reference_json=request.reference_json,
-            completion_tokens=num_tokens,
             max_tokens=request.max_tokens,
-            finish_reason=FINISH_REASON_LENGTH if turn is not None and turn.finish_reason == "length" else None,
+            **fields,
         )
         if reward.judge is not None:
             return item
@@ -364,7 +361,8 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
     def play_tools(request: EpisodeRequest, policy: Policy) -> VerifyResult | VerifyItem:
         use = ToolUse(tools, task)
         _, turn = converse(use, row_of(request), request.seed, policy)
-        result = scored(request, turn.text, turn, policy.completion_tokens)
+        reason = FINISH_REASON_LENGTH if turn.finish_reason == "length" else None
+        result = scored(request, turn.text, completion_tokens=policy.completion_tokens, finish_reason=reason)
         if isinstance(result, VerifyResult):
             result.metrics["tool_errors"] = use.num_errors
         return result
@@ -447,6 +445,5 @@ def result_of(episode: Episode, base_url: str) -> VerifyResult:
 
 
 def _told_by(trace: Trace) -> list[tuple[str, float]]:
-    rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-    named = {**trace.metrics, **rewards}
+    named = {**trace.metrics, **{name: reward.value for name, reward in trace.rewards.items() if reward is not None}}
     return [(name, float(value)) for name, value in named.items() if value is not None and math.isfinite(value)]

@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
+from contextlib import AbstractAsyncContextManager
 
 from pipelinerl.errors import FieldError, PipelineRLError, as_unicode
 from pipelinerl.recipe.fields import JudgeConfig, RewardConfig
@@ -47,8 +48,8 @@ class JudgeRefused(PipelineRLError):
     """The judge refuses this call, and would also refuse a repeated one."""
 
 
-class Judge:
-    """The judge of one reward; an async context manager. `key`: API key, empty = none; it appears in no log and no message."""
+class Judge(AbstractAsyncContextManager["Judge"]):
+    """The judge of one reward. `key`: API key, empty = none; it appears in no log and no message."""
 
     def __init__(self, reward: RewardConfig, key: str, metrics: VerifierMetrics) -> None:
         assert reward.judge is not None
@@ -58,9 +59,6 @@ class Judge:
         self._places = asyncio.Semaphore(reward.judge.concurrency)
         self._next_at_s = 0.0
         self.num_waiting = 0
-
-    async def __aenter__(self) -> Judge:
-        return self
 
     async def __aexit__(self, *exc: object) -> None:
         tasks = [task for task in self._answers.values() if not task.done()]

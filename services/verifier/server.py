@@ -30,11 +30,11 @@ from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.tracing import before_ns, child, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
-from services.verifier.episode_pool import NO_TEMPLATE, EpisodeLost, EpisodePool, run_episode_pool
+from services.verifier.episode_pool import NO_TEMPLATE, EpisodeLost, EpisodePool
 from services.verifier.episode_worker import is_confined
 from services.verifier.judge import Judge, api_key
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.pool import NO_WORKER, QueueFull, RewardPool, run_pool
+from services.verifier.pool import NO_WORKER, QueueFull, RewardPool
 from services.verifier.worker import failed
 
 log = logging.getLogger(__name__)
@@ -148,17 +148,16 @@ async def _servicer(
     metrics, pool, episodes = VerifierMetrics(registry, recipe.problem_sets), None, None
     async with AsyncExitStack() as stack:
         if recipe.episodic_tasks:
-            running = run_episode_pool(recipe, metrics, readiness.part(NO_TEMPLATE), settings.max_episodes)
-            episodes = await stack.enter_async_context(running)
+            episodes = EpisodePool(recipe, metrics, settings.max_episodes)
+            await stack.enter_async_context(episodes.running(readiness.part(NO_TEMPLATE)))
         if recipe.scored_tasks:
             judges = {
                 name: await stack.enter_async_context(Judge(share.reward, api_key(share.reward.judge), metrics))
                 for name, share in recipe.problem_sets.items()
                 if share.reward.judge is not None
             }
-            limits = {"workers": settings.workers, "max_queue": settings.max_queue}
-            started = run_pool(recipe, metrics, readiness.part(NO_WORKER), judges=judges, **limits)
-            pool = await stack.enter_async_context(started)
+            pool = RewardPool(recipe, metrics, readiness.part(NO_WORKER), settings.max_queue, judges)
+            await stack.enter_async_context(pool.running(settings.workers))
         for code, means in (await _sandboxes(recipe)).items():
             metrics.sandbox.labels(code, means).set(1)
             log.info("sandbox of %s: %s", code, means, extra={"sandbox": means})
@@ -168,7 +167,7 @@ async def _servicer(
 async def _sandboxes(recipe: Recipe) -> dict[str, str]:
     """Return the sandbox of each kind of code in the recipe; `none` if any code of the kind runs without one."""
     sets = recipe.problem_sets.values()
-    kinds = {
+    kinds: dict[str, list[bool | None]] = {
         "programs": [share.reward.sandbox is not False for share in sets if share.reward.scorer == "code"],
         "rewards": [share.reward.sandbox for share in sets if share.reward.is_function and not share.task.is_episodic],
         "episodes": [is_confined(share) for share in recipe.episodic_tasks.values()],
