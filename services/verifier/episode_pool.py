@@ -107,7 +107,7 @@ class EpisodePool:
 
     @asynccontextmanager
     async def running(self, readiness: Readiness) -> AsyncIterator[EpisodePool]:
-        """Start the template, and kill it at the end. Raises `UserError` for missing code, `ServiceError` if the start fails."""
+        """Start the template, later kill it. Raises `UserError` for missing code, and `ServiceError` if the start fails."""
         template = await start_template(self._recipe)
         async with asyncio.TaskGroup() as tasks:
             keeper = tasks.create_task(self._keep_template(template, readiness), name="episode-template")

@@ -141,29 +141,6 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return failed(verifier_pb2.VERIFY_STATUS_UNKNOWN_TASK, message, item.sequence_id)
 
 
-@asynccontextmanager
-async def _servicer(
-    recipe: Recipe, settings: VerifierSettings, registry: RunRegistry, readiness: Readiness
-) -> AsyncIterator[VerifierServicer]:
-    metrics, pool, episodes = VerifierMetrics(registry, recipe.problem_sets), None, None
-    async with AsyncExitStack() as stack:
-        if recipe.episodic_tasks:
-            episodes = EpisodePool(recipe, metrics, settings.max_episodes)
-            await stack.enter_async_context(episodes.running(readiness.part(NO_TEMPLATE)))
-        if recipe.scored_tasks:
-            judges = {
-                name: await stack.enter_async_context(Judge(share.reward, api_key(share.reward.judge), metrics))
-                for name, share in recipe.problem_sets.items()
-                if share.reward.judge is not None
-            }
-            pool = RewardPool(recipe, metrics, readiness.part(NO_WORKER), settings.max_queue, judges)
-            await stack.enter_async_context(pool.running(settings.workers))
-        for code, means in (await _sandboxes(recipe)).items():
-            metrics.sandbox.labels(code, means).set(1)
-            log.info("sandbox of %s: %s", code, means, extra={"sandbox": means})
-        yield VerifierServicer(recipe, metrics, pool=pool, episodes=episodes)
-
-
 async def _sandboxes(recipe: Recipe) -> dict[str, str]:
     """Return the sandbox of each kind of code in the recipe; `none` if any code of the kind runs without one."""
     sets = recipe.problem_sets.values()
@@ -186,14 +163,27 @@ async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: Lo
     if settings.reward_modules:
         sys.path.insert(0, str(settings.reward_modules))  # workers inherit this path
     registry, readiness = RunRegistry(settings.run), Readiness()
-    async with (
-        watch_loop() as watch,
-        serve_http(health_app(readiness, registry, loop_watch=watch), settings.http_host, settings.http_port) as http_port,
-        _servicer(recipe, settings, registry, readiness) as servicer,
-        serve_calls(
-            settings, partial(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, servicer), SERVICE_NAME, http_port
-        ) as address,
-    ):
+    metrics, pool, episodes = VerifierMetrics(registry, recipe.problem_sets), None, None
+    async with AsyncExitStack() as stack:
+        app = health_app(readiness, registry, loop_watch=await stack.enter_async_context(watch_loop()))
+        http_port = await stack.enter_async_context(serve_http(app, settings.http_host, settings.http_port))
+        if recipe.episodic_tasks:
+            episodes = EpisodePool(recipe, metrics, settings.max_episodes)
+            await stack.enter_async_context(episodes.running(readiness.part(NO_TEMPLATE)))
+        if recipe.scored_tasks:
+            judges = {
+                name: await stack.enter_async_context(Judge(share.reward, api_key(share.reward.judge), metrics))
+                for name, share in recipe.problem_sets.items()
+                if share.reward.judge is not None
+            }
+            pool = RewardPool(recipe, metrics, readiness.part(NO_WORKER), settings.max_queue, judges)
+            await stack.enter_async_context(pool.running(settings.workers))
+        for code, means in (await _sandboxes(recipe)).items():
+            metrics.sandbox.labels(code, means).set(1)
+            log.info("sandbox of %s: %s", code, means, extra={"sandbox": means})
+        servicer = VerifierServicer(recipe, metrics, pool=pool, episodes=episodes)
+        register = partial(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, servicer)
+        address = await stack.enter_async_context(serve_calls(settings, register, SERVICE_NAME, http_port))
         where = {"grpc": address.grpc, "http": address.http, "workers": settings.workers}
         log.info("serving %s", ", ".join(recipe.problem_sets), extra=where)
         readiness.reason = ""

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 _KINDS = (list, tuple, set, frozenset)
-_MADE = ("fractions.Fraction", "decimal.Decimal", "datetime.date", "datetime.datetime", "datetime.timedelta", "builtins.range")
+_DATETIME = ("datetime.date", "datetime.datetime", "datetime.timedelta")
+_MADE = ("builtins.complex", "builtins.range", "fractions.Fraction", "decimal.Decimal", *_DATETIME)
 """Types that are sent as the arguments of their constructors."""
 _PRELUDE = "typing, collections, itertools, functools, heapq, bisect, math, string, re, random, copy, json"
 """Modules that a program may use without importing them, as on LeetCode."""
@@ -40,13 +41,12 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
         return ["dict", [[encode(key, refer), encode(each, refer)] for key, each in value.items()]]
     if isinstance(value, bytes):
         return ["bytes", value.hex()]
-    if isinstance(value, complex):
-        return ["complex", [value.real, value.imag]]
     if value is NotImplemented:
         return ["nothing"]
     kind_name = f"{type(value).__module__}.{type(value).__qualname__}"
     if kind_name in _MADE:
-        return ["made", kind_name, [encode(each, refer) for each in value.__reduce__()[1]]]
+        arguments = (value.real, value.imag) if isinstance(value, complex) else value.__reduce__()[1]
+        return ["made", kind_name, [encode(each, refer) for each in arguments]]
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         listed = encode(value.tolist(), refer)
         return ["array", listed] if isinstance(listed, list) and listed[0] == "list" else listed
@@ -67,8 +67,6 @@ def decode(message: Any, resolve: Callable[..., Any]) -> Any:
             return {decode(key, resolve): decode(each, resolve) for key, each in pairs}
         case ["bytes", text]:
             return bytes.fromhex(text)
-        case ["complex", [real, imaginary]]:
-            return complex(real, imaginary)
         case ["nothing"]:
             return NotImplemented
         case ["array", listed]:
