@@ -107,7 +107,8 @@ class EpisodePool:
 
     @asynccontextmanager
     async def running(self, readiness: Readiness) -> AsyncIterator[EpisodePool]:
-        """Start the template, later kill it. Raises `UserError` for missing code, and `ServiceError` if the start fails."""
+        """Start the template, and kill it at the end. Raises `UserError` for a mistake in users' code, and `ServiceError` if
+        the template does not start."""
         template = await start_template(self._recipe)
         async with asyncio.TaskGroup() as tasks:
             keeper = tasks.create_task(self._keep_template(template, readiness), name="episode-template")

@@ -104,7 +104,7 @@ class RewardPool:
 
     @asynccontextmanager
     async def running(self, workers: int) -> AsyncIterator[RewardPool]:
-        """Start the workers, and at the end kill them. Raises `UserError` if the recipe's reward does not exist, and
+        """Start the workers, and at the end kill them. Raises `UserError` for a mistake in the recipe's rewards, and
         `ServiceError` if one of the first workers does not start."""
         starts = await asyncio.gather(*(start_worker(self._recipe) for _ in range(workers)), return_exceptions=True)
         first = [worker for worker in starts if isinstance(worker, WorkerProcess)]
@@ -316,7 +316,7 @@ async def start_worker(
     recipe: Recipe, module: str = "services.verifier.worker", *arguments: str, pass_fds: tuple[int, ...] = ()
 ) -> WorkerProcess:
     """Start `module` in an environment without secrets, and wait until it has imported the user's code. Raises `UserError` if
-    the recipe names missing code, and `ServiceError` if the process does not start."""
+    it reports a mistake, such as missing code, and `ServiceError` if it does not start."""
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "PYTHONUNBUFFERED": "1",

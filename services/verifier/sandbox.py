@@ -2,15 +2,15 @@
 
 `python -m services.verifier.sandbox` prints the name of the sandbox for programs on this machine.
 
-`run` gives a program a folder, standard input and read-only access to Python's files, but no network, no other files and no
-other processes. It limits wall-clock time, CPU time, memory and output. There are three kinds of sandbox (`Means`):
+`run` gives a program a folder and standard input, and limits its wall-clock time, CPU time, memory and output. Except with
+`none`, the program can also read Python's files, but has no network, no other files and no other processes. The sandboxes are:
 
     bubblewrap   separate namespaces (user, processes, network, IPC, mounts), and a folder in memory of bounded size
     landlock     kernel rules on files, from Linux 6.2 on; the folder is read-only, because nothing would bound its size
     none         limits only; for programs that the caller trusts
 
 With the first two, seccomp admits only listed system calls, which cannot open a network socket, or start or change another
-process. `confine` puts the calling process under Landlock and seccomp for good, but lets it start a few processes. This module
+process. `confine` puts the calling process under Landlock and seccomp for good, but lets it start some processes. This module
 does not protect against kernel bugs.
 """
 
@@ -373,7 +373,7 @@ def _start(
 
 
 def _ended(running: Sequence[_Running], limits: Limits) -> list[Ended]:
-    """Wait until the last program ends or its time is over. Then kill the others and return all results."""
+    """Wait until the last program ends or its time is over. Then kill all that still run, and return the results of all."""
     last = running[-1]
     try:
         timed_out = not _ends_within(running, limits.timeout_s)

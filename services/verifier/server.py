@@ -48,7 +48,6 @@ def _server_span(asked: verifier_pb2.VerifyItem | verifier_pb2.EpisodeRequest, n
 
 
 def _add_reward_span(parent: Span, result: verifier_pb2.VerifyResult) -> None:
-    """Add the span of a reward that was just computed."""
     status = status_name(result.status)
     about: attributes.Attributes = {attributes.STATUS: status, attributes.REWARD: result.reward}
     reward = child(trace_of(parent), "reward.score", attributes=about, began_at=before_ns(result.seconds))
@@ -158,7 +157,8 @@ async def _sandboxes(recipe: Recipe) -> dict[str, str]:
 
 
 async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: LogContext) -> None:
-    """Serve until `stop`. Raises `UserError` for a missing recipe or reward, and `ServiceError` for a port in use."""
+    """Serve until `stop`. Raises `UserError` for a mistake in the recipe, users' code or a judge's key, and `ServiceError` if
+    a port is in use or a process does not start."""
     recipe = load_recipe(settings.recipe)
     if settings.reward_modules:
         sys.path.insert(0, str(settings.reward_modules))  # workers inherit this path

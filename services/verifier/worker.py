@@ -1,8 +1,7 @@
 """`python -m services.verifier.worker`: score items in a process that the verifier starts. Linux only.
 
-The process reads items from its standard input and writes results to its standard output. Before it imports a reward's code, it
-moves both pipes to descriptors that child processes do not inherit. A reward's output goes to the verifier's log. The process
-limits its address space and CPU time, dies with the verifier, and kills processes that a reward left behind (`confinement`).
+The process limits its address space and CPU time, dies with the verifier, and kills processes that a reward left behind
+(`confinement`). A reward's output goes to the verifier's log.
 """
 
 from __future__ import annotations
