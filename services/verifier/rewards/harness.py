@@ -238,12 +238,9 @@ def _serve() -> None:
     words = set(re.findall(r"\w+", source))
     for name in _PRELUDE.split(", "):
         module = importlib.import_module(name)
-        known = {
-            name: module,
-            **{each: getattr(module, each) for each in getattr(module, "__all__", dir(module)) if each[0] != "_"},
-        }
-        for each in known.keys() & words - vars(builtins).keys():
-            setattr(builtins, each, known[each])
+        exported = (each for each in getattr(module, "__all__", dir(module)) if each[0] != "_")
+        for each in {name, *exported} & words - vars(builtins).keys():
+            setattr(builtins, each, getattr(module, each, module))
     ended = ""
     try:
         exec(compile(source, "program.py", "exec"), program)
