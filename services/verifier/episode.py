@@ -154,8 +154,7 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
         reward = number_of(done.reward, "Done's reward")
         if not isinstance(done.metrics, Mapping):
             raise BadReward(f"Done's metrics are {done.metrics!r:.100}; give a dict of numbers, or leave them out")
-        named = terms_of(done.metrics, "Done's dict of metrics")
-        metrics = {name: number_of(value, f"Done's metric {name!r}") for name, value in named.items()}
+        metrics = terms_of(done.metrics, "Done's dict of metrics", "Done's metric")
         if not all(map(math.isfinite, metrics.values())):
             raise BadReward(f"not all of the environment's metrics are finite: {metrics}")
         components = {"answer": reward}

@@ -63,8 +63,6 @@ class Limits:
     """Address space, including the interpreter's."""
     output_bytes: int = 65_536
     """Maximum size of standard output, of standard error, and of each file that the program writes."""
-    folder_mib: int = 16
-    """Maximum size of all files in the program's folder together (bubblewrap only)."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,8 @@ _CAPABILITY_VERSION = 0x20080522
 _SECCOMP_SET_MODE_FILTER = 1
 _LISTENER = 1 << 3 | 1 << 5
 """SECCOMP_FILTER_FLAG_NEW_LISTENER and _WAIT_KILLABLE_RECV."""
-_FOLDER = "/.program"
-"""A program's folder in bubblewrap."""
+_FOLDER, _FOLDER_MIB = "/.program", 16
+"""A program's folder in bubblewrap, and the maximum size of all files in it together."""
 _NAME_SERVICE_FILES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/ssl")
 
 
@@ -189,7 +187,6 @@ def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # on every architecture
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _CONNECT_TCP = 2
-_RIGHTS_BY_VERSION = {3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _LEAST, _SCOPED = 3, 6
 """First Landlock versions that can forbid truncating readable files (3), and sending signals out of the sandbox (6)."""
 _SCOPES = 3
@@ -215,7 +212,7 @@ def landlock_version() -> int:
 def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) -> None:
     """Use Landlock to allow only reading and executing below `readable`, two devices, and connections to one TCP port."""
     version = landlock_version()
-    rights = _RIGHTS_BY_VERSION[min(version, 5)]
+    rights = (1 << (16 if version >= 5 else 15)) - 1  # all that this version can forbid
     rules = struct.pack("QQQ", rights, 3 if version >= 4 else 0, _SCOPES if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = _call(_LANDLOCK_CREATE, rules, ctypes.c_size_t(size), 0)
@@ -330,7 +327,7 @@ def _start(
         status = stack.enter_context(_in_memory())
         contents = [stack.enter_context(_in_memory(content)) for content in (_filter(signals=True), *files.values())]
         descriptors = [each.fileno() for each in (status, *contents)]
-        prefix = _bubblewrap(descriptors, list(files), limits)
+        prefix = _bubblewrap(descriptors, list(files))
     else:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="program-"))
         for name, content in files.items():
@@ -453,7 +450,7 @@ def _listener_refusal() -> str:
         return str(thread.submit(listen).exception() or "")
 
 
-def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits) -> list[str]:
+def _bubblewrap(descriptors: Sequence[int], names: Sequence[str]) -> list[str]:
     """Return bubblewrap's command line up to the program. `descriptors`: for the status, the seccomp filter and each file."""
     status, calls, *files = map(str, descriptors)
     found = os.path.abspath(shutil.which("bwrap") or "bwrap")  # the program's PATH may not include it
@@ -464,7 +461,7 @@ def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits
             command += ["--tmpfs", private, "--remount-ro", private]
     for device in ("null", "zero", "urandom"):
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    command += ["--size", str(limits.folder_mib * MIB), "--tmpfs", _FOLDER]
+    command += ["--size", str(_FOLDER_MIB * MIB), "--tmpfs", _FOLDER]
     for name, descriptor in zip(names, files, strict=True):
         command += ["--file", descriptor, f"{_FOLDER}/{name}"]
     return [*command, "--remount-ro", "/", "--chdir", _FOLDER, "--json-status-fd", status, "--seccomp", calls, "--"]

@@ -204,7 +204,7 @@ def _is_sum(node: Node) -> bool:
 
 
 def _labelled(node: Node) -> tuple[str, Node]:
-    """Split an answer such as x = 5 into its label and the rest. Raises `Unreadable` for a false answer such as 41 = 42."""
+    """Split an answer such as x = 5 into its label and the rest. Sides that differ, as in 41 = 42, give no label."""
     if node.kind == "list" and node.parts and node.parts[0].kind == "relation":
         pairs = [_labelled(part) for part in node.parts]
         if all(label == pairs[0][0] or not (label or symbols(value)) for label, value in pairs):
@@ -220,8 +220,6 @@ def _labelled(node: Node) -> tuple[str, Node]:
     label = str(parts.pop(0)) if _is_label(parts[0]) and len(parts) > 1 else ""
     if all(_same(parts[0], part) for part in parts[1:]):
         return label, parts[-1]
-    if label or len(parts) > 2 or not symbols(node):
-        raise Unreadable("the sides are not equal")
     return "", node
 
 
