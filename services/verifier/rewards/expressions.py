@@ -47,8 +47,6 @@ def number(value: int | str | Fraction) -> Node:
     return Node("number", "", (Fraction(value),))
 
 
-# --- normalised spelling
-
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _CHARACTERS = str.maketrans({
     **dict.fromkeys("−–‒—", "-"), **dict.fromkeys("\u00a0\u2009\u202f", " "), **dict.fromkeys("÷⁄∕", "/"), "×": r"\times ",
@@ -137,8 +135,6 @@ def _unwrapped(found: re.Match[str]) -> str:
         return rf"\{content} "
     return f" {re.sub('[A-Za-z]', lambda letter: _MARK + letter[0], found[2])} "
 
-
-# --- tokens
 
 _FUNCTIONS = set(re.findall(
     r"\w+", "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt cbrt abs floor ceil"

@@ -58,9 +58,6 @@ _MONTH = re.compile(
 )
 
 
-# --- finding the answer
-
-
 def claims(text: str, *, boxed: bool) -> list[str]:
     """Return the answers that `text` claims, all of which must be right."""
     text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", outside(thoughts(text), text))
@@ -144,9 +141,6 @@ def _is_mathematics(text: str) -> bool:
         return False
 
 
-# --- comparing texts
-
-
 def _key(text: str) -> str:
     """Return a key of `text` that ignores differences in spaces, braces and the capitals of words."""
     text = re.sub(r"([\^_]|pmod)\{(\w)\}(?!\w)", r"\1\2", text.replace("\x02", ""))
@@ -185,9 +179,6 @@ def same(reference: str, answer: str) -> bool:
             return _same(wanted := expressions.read(a), _total(expressions.read(b), wanted))
     except Unreadable:
         return False
-
-
-# --- comparing trees
 
 
 def _total(answer: Node, wanted: Node) -> Node:
@@ -246,8 +237,6 @@ def _variants(node: Node) -> list[Node]:
 def _as_interval(node: Node) -> Node:
     """Convert an inequality with one variable, alone on its side, to the interval that it means."""
     infinity = Node("symbol", r"\infty")
-    if node.kind == "list" and node.name == "or":
-        return Node("union", "", tuple(map(_as_interval, node.parts)))
     names, parts = _ascending(node) if node.kind == "relation" else ([], [])
     if len(parts) == 2 and parts[1].kind == "symbol":
         parts, names = [*parts, infinity], [*names, "<"]
