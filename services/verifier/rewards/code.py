@@ -76,12 +76,11 @@ def code_scorer(config: RewardConfig) -> Scorer:
     `FieldError` if this machine lacks the sandbox that the recipe requires."""
     means = Means.NONE if config.sandbox is False else strongest_means()
     if means is Means.NONE and config.sandbox is not False:
-        raise FieldError(
-            "reward.sandbox",
-            config.sandbox,
-            "scorer code runs programs that a model wrote, but this machine has neither bubblewrap with user namespaces nor "
-            "Landlock with libseccomp as a sandbox; install one, or set sandbox: false to trust all programs",
+        needs = "it needs libseccomp, and either bubblewrap with user namespaces or Landlock (Linux 6.2)"
+        fix = (
+            f"this machine has no sandbox for the programs that a model writes: {needs}; set it to false to trust all programs"
         )
+        raise FieldError("reward.sandbox", config.sandbox, fix)
 
     def score(item: RewardInput) -> Score:
         tests = tests_of(item.reference, config.tests_field)
