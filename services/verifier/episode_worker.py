@@ -4,9 +4,9 @@ This process, the template, imports the user's code once, so a fork takes only m
 it takes the verifier's orders and reports the ends of episodes.
 
 An order to begin carries a socket for the new episode. Over this socket, the verifier sends the request. The episode sends a
-byte whenever it starts or stops waiting for the policy, and finally its result, or its answer for the judge. Frames are those
-of `multiprocessing.connection`. An episode's process has its own session and limits of address space and CPU time, and dies
-with the template. When it ends, all processes that it started are killed.
+byte whenever it starts or stops waiting for the policy. At the end it sends its result or, if there is a judge, its answer.
+Frames are those of `multiprocessing.connection`. An episode's process has its own session and limits of address space and CPU
+time, and dies with the template. When it ends, all processes that it started are killed.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
     landlock     kernel rules on files, from Linux 6.2 on; the folder is read-only, because nothing would bound its size
     none         limits only; for programs that the caller trusts
 
-With the first two, seccomp admits only listed system calls, which cannot open a network socket, or start or change another
+With the first two, seccomp admits only listed system calls. These cannot open a network socket, or start or change another
 process. `confine` puts the calling process under Landlock and seccomp for good, but lets it start some processes. This module
 does not protect against kernel bugs.
 """

@@ -157,8 +157,8 @@ async def _sandboxes(recipe: Recipe) -> dict[str, str]:
 
 
 async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: LogContext) -> None:
-    """Serve until `stop`. Raises `UserError` for a mistake in the recipe, users' code or a judge's key, and `ServiceError` if
-    a port is in use or a process does not start."""
+    """Serve until `stop`. Raises `UserError` for a mistake in the recipe, users' code or a judge's key. Raises `ServiceError`
+    if a port is in use or a process does not start."""
     recipe = load_recipe(settings.recipe)
     if settings.reward_modules:
         sys.path.insert(0, str(settings.reward_modules))  # workers inherit this path

@@ -77,9 +77,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
     means = Means.NONE if config.sandbox is False else strongest_means()
     if means is Means.NONE and config.sandbox is not False:
         needs = "it needs libseccomp, and either bubblewrap with user namespaces or Landlock (Linux 6.2)"
-        fix = (
-            f"this machine has no sandbox for the programs that a model writes: {needs}; set it to false to trust all programs"
-        )
+        fix = f"no sandbox for a model's programs works on this machine: {needs}; sandbox: false would trust all programs"
         raise FieldError("reward.sandbox", config.sandbox, fix)
 
     def score(item: RewardInput) -> Score:

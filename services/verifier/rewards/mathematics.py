@@ -182,7 +182,7 @@ def same(reference: str, answer: str) -> bool:
 
 
 def _total(answer: Node, wanted: Node) -> Node:
-    """Return the right side of an answer such as `m + n = 7` if a number is wanted, or else the whole answer."""
+    """Return the right side of an answer such as `m + n = 7` if a number is wanted. Otherwise return the whole answer."""
     is_equation = answer.kind == "relation" and answer.name == "=" and _is_sum(answer.parts[0])
     return answer.parts[1] if is_equation and not symbols(wanted) | symbols(answer.parts[1]) else answer
 
