@@ -50,10 +50,7 @@ class Template:
     ended: dict[int, asyncio.Future[int | None]] = field(default_factory=dict)
 
     def read_end(self) -> None:
-        try:
-            message = self.orders.recv(ENDED.size)
-        except BlockingIOError:
-            return
+        message = self.orders.recv(ENDED.size)
         if not message:
             asyncio.get_running_loop().remove_reader(self.orders)
             return

@@ -16,7 +16,6 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections import OrderedDict
 from contextlib import AbstractAsyncContextManager
 
 from pipelinerl.errors import FieldError, PipelineRLError, as_unicode
@@ -55,7 +54,7 @@ class Judge(AbstractAsyncContextManager["Judge"]):
         assert reward.judge is not None
         self._config, self._key, self._calls = reward.judge, key, metrics.judge_calls
         self._skips_cut = reward.truncated == "zero"
-        self._answers: OrderedDict[bytes, asyncio.Task[verifier_pb2.VerifyResult]] = OrderedDict()
+        self._answers: dict[bytes, asyncio.Task[verifier_pb2.VerifyResult]] = {}  # the one asked for last is at the end
         self._places = asyncio.Semaphore(reward.judge.concurrency)
         self._next_at_s = 0.0
         self.num_waiting = 0
@@ -81,9 +80,9 @@ class Judge(AbstractAsyncContextManager["Judge"]):
         else:
             self.num_waiting += 1
             self._answers[key] = asyncio.create_task(self._ask(key, text))
-            while len(self._answers) > MOST_ANSWERS and next(iter(self._answers.values())).done():
-                self._answers.popitem(last=False)
-        self._answers.move_to_end(key)
+            while len(self._answers) > MOST_ANSWERS and self._answers[oldest := next(iter(self._answers))].done():
+                del self._answers[oldest]
+        self._answers[key] = self._answers.pop(key)
         return asyncio.shield(self._answers[key])
 
     async def _ask(self, key: bytes, text: str) -> verifier_pb2.VerifyResult:

@@ -214,8 +214,7 @@ def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) ->
     version = landlock_version()
     rights = (1 << (16 if version >= 5 else 15)) - 1  # all that this version can forbid
     rules = struct.pack("QQQ", rights, 3 if version >= 4 else 0, _SCOPES if version >= 6 else 0)
-    size = 24 if version >= 6 else 16 if version >= 4 else 8
-    ruleset = _call(_LANDLOCK_CREATE, rules, ctypes.c_size_t(size), 0)
+    ruleset = _call(_LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0)  # older versions accept zeros at the end
     try:
         shared = dict(rule for path in readable for rule in _beside_private(os.path.realpath(path)))
         for path, allowed in {**shared, "/dev/null": _READ_FILE | _WRITE_FILE, "/dev/urandom": _READ_FILE}.items():
