@@ -132,7 +132,7 @@ def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: fl
         except EpisodeFailed as failure:
             return failed(verifier_pb2.VERIFY_STATUS_CRASHED, str(failure))
         if isinstance(result, VerifyResult) and (wrong := wrong_number((result.reward, *result.components.values()), max_abs)):
-            raise BadReward(f"{wrong}: {result.reward}")
+            raise BadReward(f"{wrong}: {result.reward}, with terms {dict(result.components)}")
         return result
 
     return outcome(request.sequence_id, played, "episode", lambda error: _hint(error, request))

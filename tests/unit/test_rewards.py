@@ -546,7 +546,7 @@ def test_a_reward_that_is_not_finite_is_no_wrong_answer(value: float, graded: bo
     ("parts", "max_abs"), [({"a": 1e30}, 1e4), ({"a": 1e308, "b": -1e308}, 1e4), ({"a": -10_001.0}, 1e4), ({"a": 3.0}, 2.0)]
 )
 def test_a_reward_or_a_term_beyond_the_bound_fails_by_name(parts: dict[str, float], max_abs: float) -> None:
-    with pytest.raises(BadReward, match=rf"exceeds reward\.max_abs \({max_abs:g}\): answer\.a = "):
+    with pytest.raises(BadReward, match=rf"one of its terms exceeds reward\.max_abs \({max_abs:g}\): answer\.a = "):
         compose(Score(sum(parts.values()), parts=parts), graded=True, max_abs=max_abs)(item("x"))
 
 

@@ -99,8 +99,9 @@ def wrong_number(values: Iterable[float], max_abs: float) -> str:
     """Return why a reward with these terms cannot be trained on; empty if it can. `max_abs`: as in `RewardConfig`."""
     largest = max((abs(value) if math.isfinite(value) else math.inf) for value in values)
     if largest == math.inf:
-        return "the reward is not a finite number"
-    return f"the reward's absolute value exceeds reward.max_abs ({max_abs:g})" if largest > max_abs else ""
+        return "the reward or one of its terms is not a finite number"
+    told = "the absolute value of the reward or of one of its terms exceeds reward.max_abs"
+    return f"{told} ({max_abs:g})" if largest > max_abs else ""
 
 
 def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
