@@ -100,34 +100,28 @@ class Judge(AbstractAsyncContextManager["Judge"]):
 
     async def _answer_in_time(self, text: str) -> verifier_pb2.VerifyResult:
         """Call the judge, with retries. The timeout starts when the rate limit allows the first attempt."""
-        timeout_s, failure = self._config.timeout_s, ""
+        timeout_s, failures = self._config.timeout_s, list[str]()
         await self._turn()
         until_s = time.monotonic() + timeout_s
 
         async def attempt() -> str:
-            nonlocal failure
-            if failure:
+            if failures:
                 self._calls.labels("retried").inc()
                 await self._turn()
-            try:
-                left_s = max(until_s - time.monotonic(), 0.1)
-                return await asyncio.wrap_future(on_thread("judge-call", lambda: post(self._config, self._key, text, left_s)))
-            except JudgeUnavailable as error:
-                failure = str(error)
-                raise
+            left_s = max(until_s - time.monotonic(), 0.1)
+            return await asyncio.wrap_future(on_thread("judge-call", lambda: post(self._config, self._key, text, left_s)))
+
+        def may_heal(error: Exception) -> bool:
+            failures.append(str(error))
+            return isinstance(error, JudgeUnavailable)
 
         try:
             async with asyncio.timeout(timeout_s):
-                said = await retry_forever(
-                    attempt,
-                    "have a completion judged",
-                    retried=lambda error: isinstance(error, JudgeUnavailable),
-                    backoff=_BACKOFF,
-                )
+                said = await retry_forever(attempt, "have a completion judged", retried=may_heal, backoff=_BACKOFF)
             return verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK, answer=said[-ANSWER_CHARACTERS:])
         except TimeoutError:
             late = f"the judge gave no answer within {timeout_s:g} s (reward.judge.timeout_s)"
-            return failed(verifier_pb2.VERIFY_STATUS_TIMEOUT, f"{late}: {failure}" if failure else late)
+            return failed(verifier_pb2.VERIFY_STATUS_TIMEOUT, ": ".join((late, *failures[-1:])))
         except JudgeRefused as error:
             log.error("the judge refuses: %s", error)
             return failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the judge refuses: {error}")
