@@ -381,12 +381,12 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
     os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
     try:
         import verifiers.v1 as vf
-    except ModuleNotFoundError as error:
-        raise FieldError("task.source", task.source, f"{VERIFIERS_MISSING} ({error})") from error
-    from verifiers.v1.configs.agent import agent_config_fields
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+        from verifiers.v1.configs.agent import agent_config_fields
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    importlib.import_module("openai.resources")  # otherwise each episode's process would import it
+        importlib.import_module("openai.resources")  # otherwise each episode's process would import it
+    except ImportError as error:
+        raise FieldError("task.source", task.source, f"{VERIFIERS_MISSING} ({error})") from error
     try:
         taskset = {**task.config.get("taskset", {}), "id": task.name}
         config = resolve_env_config({**task.config, "taskset": taskset})

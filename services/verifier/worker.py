@@ -69,7 +69,7 @@ def score_item(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifie
 def outcome(
     sequence_id: str, attempt: Callable[[], _Result], what: str, hint: Callable[[BaseException], str]
 ) -> _Result | verifier_pb2.VerifyResult:
-    """Return what `attempt` returns, or a failed result if it raises. Failures name `what` was tried: "reward" or "episode"."""
+    """Return what `attempt` returns, or a failed result if it raises. `what`: "reward" or "episode", for messages."""
     started_s = time.perf_counter()
     result: _Result | verifier_pb2.VerifyResult
     try:
@@ -120,8 +120,8 @@ def _reference(text: str) -> dict[str, Any]:
 
 
 def run_process(prepare: Callable[[Recipe], Callable[[Connection, Connection], int]]) -> NoReturn:
-    """Run a process that the verifier starts: `prepare` imports users' code and returns the function that serves. If it fails,
-    report the mistake. `serve` gets the process's input and output, and returns the exit code."""
+    """Run a process that the verifier starts. `prepare` imports users' code and returns a function that serves. This function
+    gets the process's input and output, and returns the exit code. The process reports a user's mistake, and ends."""
     confinement.attach_to_parent()
     pipes = requests, results = confinement.take_pipes()
     mistake, code = "", 1
