@@ -162,7 +162,6 @@ def is_confined(share: ProblemSet) -> bool:
 def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifier: Connection) -> None:
     request = EpisodeRequest.FromString(verifier.recv_bytes())
     share, play = tasks[request.task], plays[request.task]
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     confinement.lower_limit(resource.RLIMIT_AS, confinement.address_space() + share.reward.memory_mib * confinement.MIB)
     confinement.renew_cpu_limit(share.task.episode_timeout_s)
     if is_confined(share):

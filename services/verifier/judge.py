@@ -60,10 +60,9 @@ class Judge(AbstractAsyncContextManager["Judge"]):
         self.num_waiting = 0
 
     async def __aexit__(self, *exc: object) -> None:
-        tasks = [task for task in self._answers.values() if not task.done()]
-        for task in tasks:
+        for task in self._answers.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
     def answer(self, item: verifier_pb2.VerifyItem) -> asyncio.Future[verifier_pb2.VerifyResult]:
         """Return a result with the judge's text as `answer`, or a failure. A truncated completion that earns nothing is not

@@ -123,6 +123,7 @@ def run_process(prepare: Callable[[Recipe], Callable[[Connection, Connection], i
     """Run a process that the verifier starts. `prepare` imports users' code and returns a function that serves. This function
     gets the process's input and output, and returns the exit code. The process reports a user's mistake, and ends."""
     confinement.attach_to_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pipes = requests, results = confinement.take_pipes()
     mistake, code = "", 1
     try:
@@ -153,7 +154,6 @@ def _serve(
     """Score items until the input ends. Return `RETIRED` if memory is short or a reward's processes survive."""
     pid, own = os.getpid(), confinement.address_space()
     reserve = max(share.reward.memory_mib for share in tasks.values()) * confinement.MIB
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     confinement.lower_limit(resource.RLIMIT_AS, own + reserve)
     while True:
         try:

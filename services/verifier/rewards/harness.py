@@ -19,7 +19,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-_KINDS = (list, tuple, set, frozenset)
 _DATETIME = ("datetime.date", "datetime.datetime", "datetime.timedelta")
 _MADE = ("builtins.complex", "builtins.range", "fractions.Fraction", "decimal.Decimal", *_DATETIME)
 """Types that are sent as the arguments of their constructors."""
@@ -34,7 +33,7 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
         return ["int", hex(value)]  # Python limits the length of decimal text
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    for kind in _KINDS:
+    for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             return [kind.__name__, [encode(each, refer) for each in value]]
     if isinstance(value, dict):
