@@ -159,7 +159,7 @@ class Figure:
 
 
 def number(value: float, unit: str) -> str:
-    """Two digits behind the point and three for shares of one, or milliseconds with three digits."""
+    """Return a ratio with two decimals, a share with three, or milliseconds with three significant digits."""
     if unit == "ms":
         return f"{value:.3g} ms"
     return f"{value:.2f}×" if unit == "×" else f"{value:.3f}"
@@ -191,7 +191,7 @@ SUMMARY = (
     ),
     Figure(
         "pipeline_vs_conventional",
-        "time to 0.85, `repeated-addition`, both modes with a largest lag of 7: conventional mode's divided by the pipeline's",
+        "time to 0.85, `repeated-addition`, both modes with lags up to 7: conventional mode's divided by the pipeline's",
         {"recipe": "repeated-addition", "largest_lag": 7},
         "time_ratio",
         interval="time_ratio_interval",

@@ -20,7 +20,6 @@ import shlex
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
@@ -31,7 +30,7 @@ from urllib.parse import urlsplit
 
 from pipelinerl import episodes
 from pipelinerl.episodes import POLICY_FAULTS, Done, Environment, Messages, Tool, ToolCall, Turn
-from pipelinerl.errors import FieldError, UserError, as_unicode, how_ended, located
+from pipelinerl.errors import FieldError, UserError, as_unicode, how_ended
 from pipelinerl.recipe.fields import ProblemSet, TaskConfig
 from pipelinerl.tasks.source import Division, Split, conversation, prompt_of
 from pipelinerl.v1 import verifier_pb2
@@ -39,7 +38,7 @@ from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
 from services.verifier.rewards.compose import make_reward, number_of, terms_of, wrong_number
 from services.verifier.rewards.item import BadReward
-from services.verifier.worker import MESSAGE_CHARACTERS, failed, score_item
+from services.verifier.worker import MESSAGE_CHARACTERS, failed, outcome, score_item
 
 if TYPE_CHECKING:
     from verifiers.v1 import Episode, Trace
@@ -123,28 +122,20 @@ Play = Callable[[EpisodeRequest, Policy], VerifyResult | VerifyItem]
 
 def run_episode(play: Play, request: EpisodeRequest, policy: Policy, max_abs: float) -> VerifyResult | VerifyItem:
     """Call `play`, and convert its exceptions to a status. `max_abs`: largest valid absolute value of a reward or term."""
-    started_s = time.perf_counter()
-    try:
-        result = play(request, policy)
-        if isinstance(result, VerifyItem):
-            return result
-        if wrong := wrong_number((result.reward, *result.components.values()), max_abs):
-            result = failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, f"{wrong}: {result.reward}")
-    except PolicyFault as fault:
-        message = as_unicode(str(fault))[:MESSAGE_CHARACTERS]
-        result = VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK, components={"answer": 0.0}, message=message)
-    except MemoryError:  # the traceback holds the memory and is freed at the end of this block
-        result = failed(verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the episode exceeded reward.memory_mib")
-    except EpisodeFailed as failure:
-        result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, str(failure))
-    except BadReward as error:
-        result = failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, str(error))
-    except BaseException as error:  # noqa: BLE001 - the process boundary; an environment may also raise SystemExit
-        traceback.print_exc()
-        result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the environment raised {located(error)}{_hint(error, request)}")
-    result.sequence_id = request.sequence_id
-    result.seconds = time.perf_counter() - started_s
-    return result
+
+    def played() -> VerifyResult | VerifyItem:
+        try:
+            result = play(request, policy)
+        except PolicyFault as fault:
+            message = as_unicode(str(fault))[:MESSAGE_CHARACTERS]
+            return VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK, components={"answer": 0.0}, message=message)
+        except EpisodeFailed as failure:
+            return failed(verifier_pb2.VERIFY_STATUS_CRASHED, str(failure))
+        if isinstance(result, VerifyResult) and (wrong := wrong_number((result.reward, *result.components.values()), max_abs)):
+            raise BadReward(f"{wrong}: {result.reward}, with terms {dict(result.components)}")
+        return result
+
+    return outcome(request.sequence_id, played, "episode", lambda error: _hint(error, request))
 
 
 def _hint(error: BaseException, request: EpisodeRequest) -> str:
@@ -163,16 +154,15 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
         reward = number_of(done.reward, "Done's reward")
         if not isinstance(done.metrics, Mapping):
             raise BadReward(f"Done's metrics are {done.metrics!r:.100}; give a dict of numbers, or leave them out")
-        named = terms_of(done.metrics, "Done's dict of metrics")
-        metrics = {name: number_of(value, f"Done's metric {name!r}") for name, value in named.items()}
+        metrics = terms_of(done.metrics, "Done's dict of metrics", "Done's metric")
         if not all(map(math.isfinite, metrics.values())):
-            return failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, f"not all of the environment's metrics are finite: {metrics}")
+            raise BadReward(f"not all of the environment's metrics are finite: {metrics}")
         components = {"answer": reward}
         if done.correct not in (None, True, False):
             raise TypeError(f"Done has correct={done.correct!r:.100}; it must be True, False or None")
         if done.correct is not None:  # the component `answer` only says whether the answer is right
-            components = {"answer": correct if done.correct else 0.0}
-            components["environment"] = reward - components["answer"]
+            answer = correct * done.correct
+            components = {"answer": answer, "environment": reward - answer}
         if hidden := ", ".join(components.keys() & metrics):
             raise BadReward(f"Done's metric {hidden} has the name of a term of the reward, which would hide it; rename it")
         return VerifyResult(
@@ -341,18 +331,15 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
         return play_environment(lambda: kind(**task.config), reward.correct)
     score = make_reward(reward, task)
 
-    def scored(
-        request: EpisodeRequest, answer: str, turn: Turn | None = None, num_tokens: int = 0
-    ) -> VerifyResult | VerifyItem:
+    def scored(request: EpisodeRequest, answer: str, **fields: Any) -> VerifyResult | VerifyItem:
         item = VerifyItem(
             sequence_id=request.sequence_id,
             task=request.task,
             prompt_text=request.prompt_text,
             completion_text=answer,
             reference_json=request.reference_json,
-            completion_tokens=num_tokens,
             max_tokens=request.max_tokens,
-            finish_reason=FINISH_REASON_LENGTH if turn is not None and turn.finish_reason == "length" else None,
+            **fields,
         )
         if reward.judge is not None:
             return item
@@ -373,7 +360,8 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
     def play_tools(request: EpisodeRequest, policy: Policy) -> VerifyResult | VerifyItem:
         use = ToolUse(tools, task)
         _, turn = converse(use, row_of(request), request.seed, policy)
-        result = scored(request, turn.text, turn, policy.completion_tokens)
+        reason = FINISH_REASON_LENGTH if turn.finish_reason == "length" else None
+        result = scored(request, turn.text, completion_tokens=policy.completion_tokens, finish_reason=reason)
         if isinstance(result, VerifyResult):
             result.metrics["tool_errors"] = use.num_errors
         return result
@@ -393,12 +381,12 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
     os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
     try:
         import verifiers.v1 as vf
-    except ModuleNotFoundError as error:
-        raise FieldError("task.source", task.source, f"{VERIFIERS_MISSING} ({error})") from error
-    from verifiers.v1.configs.agent import agent_config_fields
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+        from verifiers.v1.configs.agent import agent_config_fields
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    importlib.import_module("openai.resources")  # otherwise each episode's process would import it
+        importlib.import_module("openai.resources")  # otherwise each episode's process would import it
+    except ImportError as error:
+        raise FieldError("task.source", task.source, f"{VERIFIERS_MISSING} ({error})") from error
     try:
         taskset = {**task.config.get("taskset", {}), "id": task.name}
         config = resolve_env_config({**task.config, "taskset": taskset})
@@ -456,6 +444,5 @@ def result_of(episode: Episode, base_url: str) -> VerifyResult:
 
 
 def _told_by(trace: Trace) -> list[tuple[str, float]]:
-    rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-    named = {**trace.metrics, **rewards}
+    named = {**trace.metrics, **{name: reward.value for name, reward in trace.rewards.items() if reward is not None}}
     return [(name, float(value)) for name, value in named.items() if value is not None and math.isfinite(value)]

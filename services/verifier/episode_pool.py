@@ -22,10 +22,9 @@ from pipelinerl.errors import PipelineRLError, how_ended
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, VERIFY_STATUS_TIMEOUT, EpisodeRequest, VerifyItem, VerifyResult
-from services.verifier import pool
 from services.verifier.episode_worker import BEGIN, ENDED, JUDGE, KILL, NOT_FORKED, ORDER, WAITS, WORKS
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerGone, read_frame, start_again, start_worker
+from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerGone, WorkerProcess, read_frame, start_again, start_worker
 from services.verifier.worker import failed
 
 log = logging.getLogger(__name__)
@@ -42,34 +41,16 @@ class EpisodeLost(PipelineRLError):
     """The process that forks episodes died, or could not fork this episode. Another call may succeed."""
 
 
-@asynccontextmanager
-async def run_episode_pool(
-    recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_episodes: int
-) -> AsyncIterator[EpisodePool]:
-    """Start the template and yield the pool. Raises `UserError` for missing code, `ServiceError` if the start fails."""
-    episodes = EpisodePool(recipe, metrics, max_episodes)
-    template = await start_template(recipe)
-    async with asyncio.TaskGroup() as tasks:
-        keeper = tasks.create_task(episodes.keep_template(template, readiness), name="episode-template")
-        try:
-            yield episodes
-        finally:
-            keeper.cancel()
-
-
 @dataclass(eq=False)
 class Template:
     """The process that forks episodes, and the socket to it. `ended` maps episodes to futures of exit codes; None = lost."""
 
-    process: pool.WorkerProcess
+    process: WorkerProcess
     orders: socket.socket
     ended: dict[int, asyncio.Future[int | None]] = field(default_factory=dict)
 
     def read_end(self) -> None:
-        try:
-            message = self.orders.recv(ENDED.size)
-        except BlockingIOError:
-            return
+        message = self.orders.recv(ENDED.size)
         if not message:
             asyncio.get_running_loop().remove_reader(self.orders)
             return
@@ -111,7 +92,7 @@ async def start_template(recipe: Recipe) -> Template:
 
 
 class EpisodePool:
-    """The pool of episodes, which `run_episode_pool` creates."""
+    """The template and its running episodes."""
 
     def __init__(self, recipe: Recipe, metrics: VerifierMetrics, max_episodes: int) -> None:
         self._recipe, self._metrics, self._max_episodes = recipe, metrics, max_episodes
@@ -121,7 +102,19 @@ class EpisodePool:
         metrics.episodes.set_function(lambda: len(self._template.ended) if self._template is not None else 0)
         metrics.episode_capacity.set(max_episodes)
 
-    async def keep_template(self, template: Template, readiness: Readiness) -> None:
+    @asynccontextmanager
+    async def running(self, readiness: Readiness) -> AsyncIterator[EpisodePool]:
+        """Start the template, and kill it at the end. Raises `UserError` for a mistake in users' code, and `ServiceError` if
+        the template does not start."""
+        template = await start_template(self._recipe)
+        async with asyncio.TaskGroup() as tasks:
+            keeper = tasks.create_task(self._keep_template(template, readiness), name="episode-template")
+            try:
+                yield self
+            finally:
+                keeper.cancel()
+
+    async def _keep_template(self, template: Template, readiness: Readiness) -> None:
         """Start another template whenever one dies, until cancelled."""
         while True:
             self._template, readiness.reason = template, ""

@@ -4,9 +4,9 @@ This process, the template, imports the user's code once, so a fork takes only m
 it takes the verifier's orders and reports the ends of episodes.
 
 An order to begin carries a socket for the new episode. Over this socket, the verifier sends the request. The episode sends a
-byte whenever it starts or stops waiting for the policy, and finally its result, or its answer for the judge. Frames are those
-of `multiprocessing.connection`. An episode's process has its own session and limits of address space and CPU time, and dies
-with the template. When it ends, all processes that it started are killed.
+byte whenever it starts or stops waiting for the policy. At the end it sends its result or, if there is a judge, its answer.
+Frames are those of `multiprocessing.connection`. An episode's process has its own session and limits of address space and CPU
+time, and dies with the template. When it ends, all processes that it started are killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,13 +31,13 @@ from urllib.parse import urlsplit
 
 import numpy.random
 
-from pipelinerl.errors import FieldError, UserError
+from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, EpisodeRequest, VerifyItem
 from services.verifier import confinement
 from services.verifier.episode import Play, Policy, load_play, play_verifiers, run_episode
 from services.verifier.sandbox import NoSandbox, confine, confinement_missing
-from services.verifier.worker import failed
+from services.verifier.worker import failed, run_process
 
 ORDER = struct.Struct("!cQ")
 """Format of an order: its kind, and the number of the episode."""
@@ -51,34 +51,24 @@ JUDGE = b"J"
 """Prefix of an answer for a judge. No serialized result begins with this byte."""
 
 
-def main() -> int:
-    confinement.attach_to_parent()
-    pipes = confinement.take_pipes()
-    requests, results = pipes
+def _prepared(recipe: Recipe) -> Callable[[Connection, Connection], int]:
     orders = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(orders.fileno(), False)
-    try:
-        recipe = Recipe.model_validate_json(requests.recv_bytes())
-        tasks = recipe.episodic_tasks
-        plays = {
-            name: play_verifiers(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
-            if share.task.source == "verifiers"
-            else load_play(share, search_path=sys.argv[2])
-            for name, share in tasks.items()
-        }
-        if missing := confinement_missing():
-            for share in tasks.values():
-                if share.reward.sandbox:
-                    raise FieldError("reward.sandbox", True, missing)
-                print(f"{share.task.source} {share.name} runs without a sandbox: {missing}", file=sys.stderr)
-    except UserError as error:
-        results.send_bytes(str(error).encode())
-        return 1
-    results.send_bytes(b"")
+    tasks = recipe.episodic_tasks
+    plays = {
+        name: play_verifiers(share.task, recipe.seed, is_trained_on=name in recipe.mixture)
+        if share.task.source == "verifiers"
+        else load_play(share, search_path=sys.argv[2])
+        for name, share in tasks.items()
+    }
+    if missing := confinement_missing():
+        for share in tasks.values():
+            if share.reward.sandbox:
+                raise FieldError("reward.sandbox", True, missing)
+            print(f"{share.task.source} {share.name} runs without a sandbox: {missing}", file=sys.stderr)
     gc.collect()
     gc.freeze()  # a collection in a child would copy all shared pages
-    Template(tasks, plays, orders, pipes).serve()
-    return 0
+    return lambda *pipes: Template(tasks, plays, orders, pipes).serve()
 
 
 @dataclass
@@ -87,29 +77,23 @@ class Template:
     plays: Mapping[str, Play]
     orders: socket.socket
     pipes: tuple[Connection, Connection]
-    _running: dict[int, int] = field(default_factory=dict)
+    _running: dict[int, int | None] = field(default_factory=dict)
+    """Numbers of episodes by pid; None for a process that an episode left and that was killed."""
     _pid: int = field(default_factory=os.getpid)
-    _wake: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
+    _ready: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
-    def serve(self) -> None:
-        """Perform orders until the verifier closes its end of the socket."""
-        woken, waking = self._wake
-        for end in self._wake:
-            end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
-        with selectors.DefaultSelector() as ready:
-            ready.register(self.orders, selectors.EVENT_READ)
-            ready.register(woken, selectors.EVENT_READ)
-            while True:
-                events = {key.fileobj for key, _ in ready.select()}
-                if woken in events:
-                    woken.recv(4096)
-                self._reap()
-                if self.orders in events and not self._take_order(ready):
-                    return
+    def serve(self) -> int:
+        """Perform orders until the verifier closes its end of the socket. Return the process's exit code, 0."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # users' code may ignore it, and ended processes would have no status
+        self._ready.register(self.orders, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._ready.select():
+                if key.fileobj is not self.orders:
+                    self._reap(key.fd, key.data)
+                elif not self._take_order():
+                    return 0
 
-    def _take_order(self, ready: selectors.BaseSelector) -> bool:
+    def _take_order(self) -> bool:
         """Perform one order. Return False if the verifier has closed the socket."""
         order, descriptors, _, _ = socket.recv_fds(self.orders, ORDER.size, 1)
         if not order:
@@ -126,35 +110,34 @@ class Template:
             self.orders.sendall(ENDED.pack(number, NOT_FORKED))
         else:
             if pid == 0:
-                ready.close()
                 self._become_episode(descriptors[0])
-            self._running[pid] = number
+            self._await_end(pid, number)
         os.close(descriptors[0])
         return True
 
-    def _reap(self) -> None:
-        """Reap ended processes, kill their orphans, and report each episode's end."""
-        while True:
-            try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if ended is None:
-                return
-            if ended.si_pid in self._running:
-                confinement.kill_group(ended.si_pid)  # before the process is reaped, since its pid may be reused afterwards
-            _, status = os.waitpid(ended.si_pid, 0)
-            for orphan in set(confinement.children(os.getpid())) - self._running.keys():
-                confinement.kill_tree(orphan)
-            if (number := self._running.pop(ended.si_pid, None)) is not None:
-                self.orders.sendall(ENDED.pack(number, os.waitstatus_to_exitcode(status)))
+    def _await_end(self, pid: int, number: int | None) -> None:
+        self._running[pid] = number
+        self._ready.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+
+    def _reap(self, descriptor: int, pid: int) -> None:
+        """Reap an ended process, kill its orphans, and report an episode's end."""
+        self._ready.unregister(descriptor)
+        os.close(descriptor)
+        confinement.kill_group(pid)  # before the process is reaped, since its pid may be reused afterwards
+        _, status = os.waitpid(pid, 0)
+        number = self._running.pop(pid)
+        for orphan in set(confinement.children(os.getpid())) - self._running.keys():
+            confinement.kill_tree(orphan)
+            self._await_end(orphan, None)
+        if number is not None:
+            self.orders.sendall(ENDED.pack(number, os.waitstatus_to_exitcode(status)))
 
     def _become_episode(self, descriptor: int) -> NoReturn:
         code = 1
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for end in (self.orders, *self._wake, *self.pipes):
+            for key in self._ready.get_map().values():
+                os.close(key.fd)
+            for end in (self._ready, *self.pipes):
                 end.close()
             os.setsid()
             confinement.attach_to_parent()
@@ -179,7 +162,6 @@ def is_confined(share: ProblemSet) -> bool:
 def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifier: Connection) -> None:
     request = EpisodeRequest.FromString(verifier.recv_bytes())
     share, play = tasks[request.task], plays[request.task]
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     confinement.lower_limit(resource.RLIMIT_AS, confinement.address_space() + share.reward.memory_mib * confinement.MIB)
     confinement.renew_cpu_limit(share.task.episode_timeout_s)
     if is_confined(share):
@@ -205,6 +187,4 @@ def _episode(tasks: Mapping[str, ProblemSet], plays: Mapping[str, Play], verifie
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stdout.flush()
-    os._exit(exit_code)
+    run_process(_prepared)

@@ -16,7 +16,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections import OrderedDict
+from contextlib import AbstractAsyncContextManager
 
 from pipelinerl.errors import FieldError, PipelineRLError, as_unicode
 from pipelinerl.recipe.fields import JudgeConfig, RewardConfig
@@ -47,26 +47,22 @@ class JudgeRefused(PipelineRLError):
     """The judge refuses this call, and would also refuse a repeated one."""
 
 
-class Judge:
-    """The judge of one reward; an async context manager. `key`: API key, empty = none; it appears in no log and no message."""
+class Judge(AbstractAsyncContextManager["Judge"]):
+    """The judge of one reward. `key`: API key, empty = none; it appears in no log and no message."""
 
     def __init__(self, reward: RewardConfig, key: str, metrics: VerifierMetrics) -> None:
         assert reward.judge is not None
         self._config, self._key, self._calls = reward.judge, key, metrics.judge_calls
         self._skips_cut = reward.truncated == "zero"
-        self._answers: OrderedDict[bytes, asyncio.Task[verifier_pb2.VerifyResult]] = OrderedDict()
+        self._answers: dict[bytes, asyncio.Task[verifier_pb2.VerifyResult]] = {}  # the one asked for last is at the end
         self._places = asyncio.Semaphore(reward.judge.concurrency)
         self._next_at_s = 0.0
         self.num_waiting = 0
 
-    async def __aenter__(self) -> Judge:
-        return self
-
     async def __aexit__(self, *exc: object) -> None:
-        tasks = [task for task in self._answers.values() if not task.done()]
-        for task in tasks:
+        for task in self._answers.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
     def answer(self, item: verifier_pb2.VerifyItem) -> asyncio.Future[verifier_pb2.VerifyResult]:
         """Return a result with the judge's text as `answer`, or a failure. A truncated completion that earns nothing is not
@@ -83,9 +79,9 @@ class Judge:
         else:
             self.num_waiting += 1
             self._answers[key] = asyncio.create_task(self._ask(key, text))
-            while len(self._answers) > MOST_ANSWERS and next(iter(self._answers.values())).done():
-                self._answers.popitem(last=False)
-        self._answers.move_to_end(key)
+            while len(self._answers) > MOST_ANSWERS and self._answers[oldest := next(iter(self._answers))].done():
+                del self._answers[oldest]
+        self._answers[key] = self._answers.pop(key)
         return asyncio.shield(self._answers[key])
 
     async def _ask(self, key: bytes, text: str) -> verifier_pb2.VerifyResult:
@@ -103,34 +99,28 @@ class Judge:
 
     async def _answer_in_time(self, text: str) -> verifier_pb2.VerifyResult:
         """Call the judge, with retries. The timeout starts when the rate limit allows the first attempt."""
-        timeout_s, failure = self._config.timeout_s, ""
+        timeout_s, failures = self._config.timeout_s, list[str]()
         await self._turn()
         until_s = time.monotonic() + timeout_s
 
         async def attempt() -> str:
-            nonlocal failure
-            if failure:
+            if failures:
                 self._calls.labels("retried").inc()
                 await self._turn()
-            try:
-                left_s = max(until_s - time.monotonic(), 0.1)
-                return await asyncio.wrap_future(on_thread("judge-call", lambda: post(self._config, self._key, text, left_s)))
-            except JudgeUnavailable as error:
-                failure = str(error)
-                raise
+            left_s = max(until_s - time.monotonic(), 0.1)
+            return await asyncio.wrap_future(on_thread("judge-call", lambda: post(self._config, self._key, text, left_s)))
+
+        def may_heal(error: Exception) -> bool:
+            failures.append(str(error))
+            return isinstance(error, JudgeUnavailable)
 
         try:
             async with asyncio.timeout(timeout_s):
-                said = await retry_forever(
-                    attempt,
-                    "have a completion judged",
-                    retried=lambda error: isinstance(error, JudgeUnavailable),
-                    backoff=_BACKOFF,
-                )
+                said = await retry_forever(attempt, "have a completion judged", retried=may_heal, backoff=_BACKOFF)
             return verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK, answer=said[-ANSWER_CHARACTERS:])
         except TimeoutError:
             late = f"the judge gave no answer within {timeout_s:g} s (reward.judge.timeout_s)"
-            return failed(verifier_pb2.VERIFY_STATUS_TIMEOUT, f"{late}: {failure}" if failure else late)
+            return failed(verifier_pb2.VERIFY_STATUS_TIMEOUT, ": ".join((late, *failures[-1:])))
         except JudgeRefused as error:
             log.error("the judge refuses: %s", error)
             return failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the judge refuses: {error}")

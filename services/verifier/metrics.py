@@ -29,13 +29,13 @@ class VerifierMetrics:
     """The metrics of one verifier process. The series of the recipe's `tasks` exist from the start."""
 
     def __init__(self, registry: CollectorRegistry, tasks: Iterable[str]) -> None:
-        metrics = MetricSet("pipelinerl_verifier", registry)
+        metrics, self._tasks = MetricSet("pipelinerl_verifier", registry), tuple(tasks)
         label = {"task": f"a task of the recipe, or {UNKNOWN_TASK} for items of other tasks"}
         self.calls = metrics.counter("calls_total", "Calls to the verifier, by gRPC status.", {"code": CODES}, unit="calls")
         self.call_seconds = metrics.histogram("call_seconds", "Duration of a call of Verify.", _SECONDS)
         text = "Items and episodes, by task and outcome."
         self.requests = metrics.counter("requests_total", text, {**label, "status": STATUSES}, unit="items")
-        for task, status in product(tasks, STATUSES):
+        for task, status in product(self._tasks, STATUSES):
             self.requests.labels(task, status)
         self.reward_seconds = metrics.histogram("reward_seconds", "Time to compute one reward.", _SECONDS, label)
         self.reward = metrics.histogram("reward", "Rewards of scored items and episodes.", _REWARDS, label, unit="reward")
@@ -56,6 +56,7 @@ class VerifierMetrics:
         self.episode_seconds = metrics.histogram("episode_seconds", "Duration of an episode.", _EPISODE_SECONDS, label)
 
     def count(self, task: str, result: verifier_pb2.VerifyResult, *, is_episode: bool = False) -> None:
+        task = task if task in self._tasks else UNKNOWN_TASK
         self.requests.labels(task, status_name(result.status)).inc()
         (self.episode_seconds if is_episode else self.reward_seconds).labels(task).observe(result.seconds)
         if result.status == verifier_pb2.VERIFY_STATUS_OK:

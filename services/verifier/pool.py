@@ -86,30 +86,9 @@ start_again = partial(
 """Function that starts a process in place of one that ended, and retries until the start succeeds."""
 
 
-@asynccontextmanager
-async def run_pool(
-    recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, *, workers: int, max_queue: int, judges: Mapping[str, Judge]
-) -> AsyncIterator[RewardPool]:
-    """Start the workers, and at the end kill them. The service is ready while at least one worker is up. Raises `UserError` if
-    the recipe's reward does not exist, and `ServiceError` if one of the first workers does not start."""
-    pool = RewardPool(recipe, metrics, readiness, max_queue, judges)
-    starts = await asyncio.gather(*(start_worker(recipe) for _ in range(workers)), return_exceptions=True)
-    first = [worker for worker in starts if isinstance(worker, WorkerProcess)]
-    for failure in starts:
-        if isinstance(failure, BaseException):  # all first workers must start
-            await asyncio.gather(*(worker.kill() for worker in first))
-            raise failure
-    async with asyncio.TaskGroup() as slots:
-        tasks = [slots.create_task(pool.run_slot(worker), name="reward-worker") for worker in first]
-        try:
-            yield pool
-        finally:
-            for task in tasks:
-                task.cancel()
-
-
 class RewardPool:
-    """The pool, which `run_pool` creates. `judges` maps tasks to their judges, which answer before an item enters the queue."""
+    """Queue of items and workers that score them. `judges` maps tasks to their judges, which answer before an item enters the
+    queue. The service is ready while at least one worker is up."""
 
     def __init__(
         self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int, judges: Mapping[str, Judge]
@@ -122,6 +101,24 @@ class RewardPool:
         self._up = 0
         metrics.queue_items.set_function(lambda: len(self._jobs))
         metrics.queue_capacity.set(max_queue)
+
+    @asynccontextmanager
+    async def running(self, workers: int) -> AsyncIterator[RewardPool]:
+        """Start the workers, and at the end kill them. Raises `UserError` for a mistake in the recipe's rewards, and
+        `ServiceError` if one of the first workers does not start."""
+        starts = await asyncio.gather(*(start_worker(self._recipe) for _ in range(workers)), return_exceptions=True)
+        first = [worker for worker in starts if isinstance(worker, WorkerProcess)]
+        for failure in starts:
+            if isinstance(failure, BaseException):  # all first workers must start
+                await asyncio.gather(*(worker.kill() for worker in first))
+                raise failure
+        async with asyncio.TaskGroup() as slots:
+            tasks = [slots.create_task(self.run_slot(worker), name="reward-worker") for worker in first]
+            try:
+                yield self
+            finally:
+                for task in tasks:
+                    task.cancel()
 
     async def score(
         self,
@@ -301,19 +298,17 @@ class WorkerProcess:
     async def _log_output(self) -> None:
         """Log the worker's output until its standard error is closed, within `_PRINTED_BYTES` and `_PRINTED_BYTES_PER_S`."""
         assert self._process.stderr is not None
-        room, left_out, at_s = float(_PRINTED_BYTES), 0, time.monotonic()
+        room, is_left_out, at_s = float(_PRINTED_BYTES), False, time.monotonic()
         while chunk := await self._process.stderr.read(_LOGGED_BYTES):
             before_s, at_s = at_s, time.monotonic()
             room = min(_PRINTED_BYTES, room + (at_s - before_s) * _PRINTED_BYTES_PER_S)
             self._last_output = chunk.decode(errors="replace").strip()
             if len(chunk) > room:
-                if not left_out:
-                    log.warning("a worker prints too much; further output is left out of this log", extra={"worker": self.pid})
-                left_out += len(chunk)
+                if not is_left_out:
+                    log.warning("a worker prints too much; some output is left out of this log", extra={"worker": self.pid})
+                is_left_out = True
                 continue
-            if left_out:
-                log.warning("output left out: %d bytes", left_out, extra={"worker": self.pid})
-            room, left_out = room - len(chunk), 0
+            room, is_left_out = room - len(chunk), False
             log.info("output: %s", self._last_output, extra={"worker": self.pid})
 
 
@@ -321,7 +316,7 @@ async def start_worker(
     recipe: Recipe, module: str = "services.verifier.worker", *arguments: str, pass_fds: tuple[int, ...] = ()
 ) -> WorkerProcess:
     """Start `module` in an environment without secrets, and wait until it has imported the user's code. Raises `UserError` if
-    the recipe names missing code, and `ServiceError` if the process does not start."""
+    it reports a mistake, such as missing code, and `ServiceError` if it does not start."""
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "PYTHONUNBUFFERED": "1",

@@ -26,7 +26,7 @@ from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VERIFY_STATUS_TIMEOUT, VerifyItem
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.pool import DIED, run_pool
+from services.verifier.pool import DIED, RewardPool
 from services.verifier.worker import MESSAGE_CHARACTERS
 
 
@@ -34,7 +34,7 @@ async def rehearse(recipe: Recipe, items: list[VerifyItem], forms: list[list[tup
     costly = set[str]()
     metrics = VerifierMetrics(RunRegistry(recipe.name), recipe.problem_sets)
     try:
-        async with run_pool(recipe, metrics, Readiness(), workers=1, max_queue=1, judges={}) as pool:
+        async with RewardPool(recipe, metrics, Readiness(), max_queue=1, judges={}).running(workers=1) as pool:
             for number, item in enumerate(items):
                 if item.task in costly:
                     continue

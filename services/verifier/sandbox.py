@@ -2,15 +2,15 @@
 
 `python -m services.verifier.sandbox` prints the name of the sandbox for programs on this machine.
 
-`run` gives a program a folder, standard input and read-only access to Python's files, but no network, no other files and no
-other processes. It limits wall-clock time, CPU time, memory and output. There are three kinds of sandbox (`Means`):
+`run` gives a program a folder and standard input, and limits its wall-clock time, CPU time, memory and output. Except with
+`none`, the program can also read Python's files, but has no network, no other files and no other processes. The sandboxes are:
 
     bubblewrap   separate namespaces (user, processes, network, IPC, mounts), and a folder in memory of bounded size
     landlock     kernel rules on files, from Linux 6.2 on; the folder is read-only, because nothing would bound its size
     none         limits only; for programs that the caller trusts
 
-With the first two, seccomp admits only listed system calls, which cannot open a network socket, or start or change another
-process. `confine` puts the calling process under Landlock and seccomp for good, but lets it start a few processes. This module
+With the first two, seccomp admits only listed system calls. These cannot open a network socket, or start or change another
+process. `confine` puts the calling process under Landlock and seccomp for good, but lets it start some processes. This module
 does not protect against kernel bugs.
 """
 
@@ -63,8 +63,6 @@ class Limits:
     """Address space, including the interpreter's."""
     output_bytes: int = 65_536
     """Maximum size of standard output, of standard error, and of each file that the program writes."""
-    folder_mib: int = 16
-    """Maximum size of all files in the program's folder together (bubblewrap only)."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,9 @@ _OWN_STATE = (
     "getrlimit setrlimit execve execveat exit exit_group wait4 waitid"
 )
 _PAIRS = "recvfrom recvmsg recvmmsg shutdown getsockopt getsockname getpeername"
-_SETSOCKOPT = {1: (2, 9, 13, 20, 21), 6: (1, 4, 5, 6, 18)}
-"""Permitted options by level. SOL_SOCKET: SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER and timeouts. TCP: TCP_NODELAY, the keepalive
-settings and TCP_USER_TIMEOUT. None of them enlarges a socket's buffers, whose memory no limit counts."""
+_SETSOCKOPT = (*product((1,), (2, 9, 13, 20, 21)), *product((6,), (1, 4, 5, 6, 18)))
+"""Permitted levels and options. SOL_SOCKET (1): SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER and timeouts. TCP (6): TCP_NODELAY, the
+keepalive settings and TCP_USER_TIMEOUT. None of them enlarges a socket's buffers, whose memory no limit counts."""
 _SIGNALS = "kill tkill tgkill"
 _SESSIONS = "setsid setpgid pidfd_open"
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
@@ -120,72 +118,26 @@ _CAPABILITY_VERSION = 0x20080522
 _SECCOMP_SET_MODE_FILTER = 1
 _LISTENER = 1 << 3 | 1 << 5
 """SECCOMP_FILTER_FLAG_NEW_LISTENER and _WAIT_KILLABLE_RECV."""
-_ADMITS_ALL = struct.pack("=HBBI", 6, 0, 0, _ALLOW)
-"""A seccomp program of one instruction, BPF_RET, that admits all calls."""
-_ASKS_ABOUT_THREADS = b"".join(
-    struct.pack("=HBBI", *instruction)
-    for instruction in (
-        (0x20, 0, 0, 0),  # load the call's number
-        (0x15, 0, 3, 56 if os.uname().machine == "x86_64" else 220),  # admit any call but clone
-        (0x20, 0, 0, 16),  # load the flags of clone
-        (0x45, 0, 1, _CLONE_THREAD),
-        (6, 0, 0, _ASK),
-        (6, 0, 0, _ALLOW),
-    )
-)
-_FOLDER = "/.program"
-"""A program's folder in bubblewrap."""
+_FOLDER, _FOLDER_MIB = "/.program", 16
+"""A program's folder in bubblewrap, and the maximum size of all files in it together."""
 _NAME_SERVICE_FILES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/ssl")
 
 
-@cache
-def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -> bytes:
-    """Return a seccomp program that admits only listed system calls. All others fail with EPERM, except clone3, whose flags a
-    filter cannot read: it fails with ENOSYS, so that the C library uses clone. With `processes`, the listener decides about new
-    processes and threads. Raises `OSError` if libseccomp is missing or fails."""
+def _seccomp(default: int, *rules: tuple[Any, ...]) -> bytes:
+    """Return a seccomp program. A rule has an action, names of system calls, and comparisons of arguments, all of which must be
+    true. `default`: action for calls without a rule. Raises `OSError` if libseccomp is missing or fails."""
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
-    context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_REFUSE | errno.EPERM)))
-
-    def add(action: int, names: str, *comparisons: tuple[int, int, int, int]) -> None:
-        for name in names.split():
-            number = library.seccomp_syscall_resolve_name(name.encode())
-            if number < 0:  # unknown to this libseccomp or architecture
-                continue
-            wanted = b"".join(struct.pack("IiQQ", *comparison) for comparison in comparisons)  # `struct scmp_arg_cmp`
-            failed = library.seccomp_rule_add_array(context, ctypes.c_uint32(action), number, len(comparisons), wanted)
-            if failed:
-                raise OSError(-failed, f"seccomp rule for {name}")
-
+    context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(default)))
     try:
-        add(_ALLOW, " ".join((_FILES, _MEMORY, _WAITING, _OWN_STATE, _PAIRS)))
-        add(_REFUSE | errno.ENOSYS, "clone3")
-        add(_ALLOW, "prlimit64", (0, _EQUAL, 0, 0))  # a process's own limits
-        for name, commands in (("fcntl", _FCNTL), ("ioctl", _IOCTL)):
-            for command in commands:
-                add(_ALLOW, name, (1, _EQUAL, command, 0))
-        for kind in (_STREAM, _SEQPACKET):  # datagrams could be sent to other sockets
-            add(_ALLOW, "socketpair", (1, _MASKED_EQUAL, 0xF, kind))
-        for name, flags in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)):  # MSG_FASTOPEN would connect
-            add(_ALLOW, name, (flags, _MASKED_EQUAL, _MSG_FASTOPEN, 0))
-        for level, options in _SETSOCKOPT.items():
-            for option in options:
-                add(_ALLOW, "setsockopt", (1, _EQUAL, level, 0), (2, _EQUAL, option, 0))
-        for option in _PRCTL:
-            add(_ALLOW, "prctl", (0, _EQUAL, option, 0))
-        if signals:
-            add(_ALLOW, _SIGNALS)
-        if processes:
-            add(_ALLOW, _SESSIONS)
-            add(_ALLOW, "prctl", (0, _EQUAL, _PR_SET_PDEATHSIG, 0), (1, _EQUAL, signal.SIGKILL, 0))
-            add(_ASK, "fork vfork")
-            add(_ASK, "clone", (0, _MASKED_EQUAL, _CLONE_ASIDE, 0))
-        else:
-            add(_ALLOW, "clone", (0, _MASKED_EQUAL, _CLONE_THREAD | _CLONE_ASIDE, _CLONE_THREAD))
-        if connects:  # TCP over IPv4 and IPv6, whose ports Landlock can restrict
-            add(_ALLOW, "connect")
-            for family, protocol in product((2, 10), (0, 6)):
-                add(_ALLOW, "socket", (0, _EQUAL, family, 0), (1, _MASKED_EQUAL, 0xF, _STREAM), (2, _EQUAL, protocol, 0))
+        for action, names, *comparisons in rules:
+            wanted = b"".join(struct.pack("IiQQ", *comparison) for comparison in comparisons)  # `struct scmp_arg_cmp`
+            for number in map(library.seccomp_syscall_resolve_name, names.encode().split()):
+                if number < 0:  # unknown to this libseccomp or architecture
+                    continue
+                failed = library.seccomp_rule_add_array(context, ctypes.c_uint32(action), number, len(comparisons), wanted)
+                if failed:
+                    raise OSError(-failed, f"seccomp rule for {names:.60}")
         with open(os.memfd_create("filter"), "r+b") as exported:
             if failed := library.seccomp_export_bpf(context, exported.fileno()):
                 raise OSError(-failed, "seccomp_export_bpf")
@@ -195,10 +147,46 @@ def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -
         library.seccomp_release(context)
 
 
+@cache
+def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -> bytes:
+    """Return a seccomp program that admits only listed system calls. All others fail with EPERM, except clone3, whose flags a
+    filter cannot read: it fails with ENOSYS, so that the C library uses clone. With `processes`, the listener decides about new
+    processes and threads. Raises `OSError` if libseccomp is missing or fails."""
+    rules: list[tuple[Any, ...]] = [
+        (_ALLOW, " ".join((_FILES, _MEMORY, _WAITING, _OWN_STATE, _PAIRS))),
+        (_REFUSE | errno.ENOSYS, "clone3"),
+        (_ALLOW, "prlimit64", (0, _EQUAL, 0, 0)),  # a process's own limits
+        *((_ALLOW, "fcntl", (1, _EQUAL, command, 0)) for command in _FCNTL),
+        *((_ALLOW, "ioctl", (1, _EQUAL, request, 0)) for request in _IOCTL),
+        # no datagrams, which could be sent to other sockets
+        *((_ALLOW, "socketpair", (1, _MASKED_EQUAL, 0xF, kind)) for kind in (_STREAM, _SEQPACKET)),
+        (_ALLOW, "sendto sendmmsg", (3, _MASKED_EQUAL, _MSG_FASTOPEN, 0)),  # MSG_FASTOPEN would connect
+        (_ALLOW, "sendmsg", (2, _MASKED_EQUAL, _MSG_FASTOPEN, 0)),
+        *((_ALLOW, "setsockopt", (1, _EQUAL, level, 0), (2, _EQUAL, option, 0)) for level, option in _SETSOCKOPT),
+        *((_ALLOW, "prctl", (0, _EQUAL, option, 0)) for option in _PRCTL),
+    ]
+    if signals:
+        rules.append((_ALLOW, _SIGNALS))
+    if processes:
+        rules += [
+            (_ALLOW, _SESSIONS),
+            (_ALLOW, "prctl", (0, _EQUAL, _PR_SET_PDEATHSIG, 0), (1, _EQUAL, signal.SIGKILL, 0)),
+            (_ASK, "fork vfork"),
+            (_ASK, "clone", (0, _MASKED_EQUAL, _CLONE_ASIDE, 0)),
+        ]
+    else:
+        rules.append((_ALLOW, "clone", (0, _MASKED_EQUAL, _CLONE_THREAD | _CLONE_ASIDE, _CLONE_THREAD)))
+    if connects:  # TCP over IPv4 and IPv6, whose ports Landlock can restrict
+        rules.append((_ALLOW, "connect"))
+        for family, protocol in product((2, 10), (0, 6)):
+            arguments = (0, _EQUAL, family, 0), (1, _MASKED_EQUAL, 0xF, _STREAM), (2, _EQUAL, protocol, 0)
+            rules.append((_ALLOW, "socket", *arguments))
+    return _seccomp(_REFUSE | errno.EPERM, *rules)
+
+
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # on every architecture
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _CONNECT_TCP = 2
-_RIGHTS_BY_VERSION = {3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _LEAST, _SCOPED = 3, 6
 """First Landlock versions that can forbid truncating readable files (3), and sending signals out of the sandbox (6)."""
 _SCOPES = 3
@@ -224,10 +212,9 @@ def landlock_version() -> int:
 def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) -> None:
     """Use Landlock to allow only reading and executing below `readable`, two devices, and connections to one TCP port."""
     version = landlock_version()
-    rights = _RIGHTS_BY_VERSION[min(version, 5)]
+    rights = (1 << (16 if version >= 5 else 15)) - 1  # all that this version can forbid
     rules = struct.pack("QQQ", rights, 3 if version >= 4 else 0, _SCOPES if version >= 6 else 0)
-    size = 24 if version >= 6 else 16 if version >= 4 else 8
-    ruleset = _call(_LANDLOCK_CREATE, rules, ctypes.c_size_t(size), 0)
+    ruleset = _call(_LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0)  # older versions accept zeros at the end
     try:
         shared = dict(rule for path in readable for rule in _beside_private(os.path.realpath(path)))
         for path, allowed in {**shared, "/dev/null": _READ_FILE | _WRITE_FILE, "/dev/urandom": _READ_FILE}.items():
@@ -339,7 +326,7 @@ def _start(
         status = stack.enter_context(_in_memory())
         contents = [stack.enter_context(_in_memory(content)) for content in (_filter(signals=True), *files.values())]
         descriptors = [each.fileno() for each in (status, *contents)]
-        prefix = _bubblewrap(descriptors, list(files), limits)
+        prefix = _bubblewrap(descriptors, list(files))
     else:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="program-"))
         for name, content in files.items():
@@ -348,6 +335,7 @@ def _start(
             readable, calls = [*_python_paths(), folder], _filter(signals=landlock_version() >= _SCOPED)
     outside, inside = map(stack.enter_context, socket.socketpair())
     is_asked = means is not Means.NONE and not _listener_refusal()
+    asks = _seccomp(_ALLOW, (_ASK, "clone", (0, _MASKED_EQUAL, _CLONE_THREAD, _CLONE_THREAD))) if is_asked else b""
 
     def limited() -> None:
         lower_limit(resource.RLIMIT_CPU, int(limits.timeout_s) + 2, for_good=True)
@@ -358,7 +346,7 @@ def _start(
         lower_limit(resource.RLIMIT_NOFILE, 64, for_good=True)
         if is_asked:
             prctl(_PR_SET_NO_NEW_PRIVS, 1)
-            socket.send_fds(inside, [b"."], [_restrict_calls(_ASKS_ABOUT_THREADS, _LISTENER)])
+            socket.send_fds(inside, [b"."], [_restrict_calls(asks, _LISTENER)])
         if calls:
             _restrict_files(readable, None)
             _restrict_calls(calls)
@@ -381,7 +369,7 @@ def _start(
 
 
 def _ended(running: Sequence[_Running], limits: Limits) -> list[Ended]:
-    """Wait until the last program ends or its time is over. Then kill the others and return all results."""
+    """Wait until the last program ends or its time is over. Then kill all that still run, and return the results of all."""
     last = running[-1]
     try:
         timed_out = not _ends_within(running, limits.timeout_s)
@@ -455,13 +443,13 @@ def _listener_refusal() -> str:
 
     def listen() -> None:
         _give_up_privileges()
-        os.close(_restrict_calls(_ADMITS_ALL, _LISTENER))
+        os.close(_restrict_calls(_seccomp(_ALLOW), _LISTENER))
 
     with ThreadPoolExecutor(1) as thread:  # a filter only applies to its thread, and ends with it
         return str(thread.submit(listen).exception() or "")
 
 
-def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits) -> list[str]:
+def _bubblewrap(descriptors: Sequence[int], names: Sequence[str]) -> list[str]:
     """Return bubblewrap's command line up to the program. `descriptors`: for the status, the seccomp filter and each file."""
     status, calls, *files = map(str, descriptors)
     found = os.path.abspath(shutil.which("bwrap") or "bwrap")  # the program's PATH may not include it
@@ -472,7 +460,7 @@ def _bubblewrap(descriptors: Sequence[int], names: Sequence[str], limits: Limits
             command += ["--tmpfs", private, "--remount-ro", private]
     for device in ("null", "zero", "urandom"):
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    command += ["--size", str(limits.folder_mib * MIB), "--tmpfs", _FOLDER]
+    command += ["--size", str(_FOLDER_MIB * MIB), "--tmpfs", _FOLDER]
     for name, descriptor in zip(names, files, strict=True):
         command += ["--file", descriptor, f"{_FOLDER}/{name}"]
     return [*command, "--remount-ro", "/", "--chdir", _FOLDER, "--json-status-fd", status, "--seccomp", calls, "--"]

@@ -30,11 +30,11 @@ from pipelinerl.telemetry import attributes
 from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.telemetry.tracing import before_ns, child, trace_in, trace_of
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
-from services.verifier.episode_pool import NO_TEMPLATE, EpisodeLost, EpisodePool, run_episode_pool
+from services.verifier.episode_pool import NO_TEMPLATE, EpisodeLost, EpisodePool
 from services.verifier.episode_worker import is_confined
 from services.verifier.judge import Judge, api_key
-from services.verifier.metrics import UNKNOWN_TASK, VerifierMetrics
-from services.verifier.pool import NO_WORKER, QueueFull, RewardPool, run_pool
+from services.verifier.metrics import VerifierMetrics
+from services.verifier.pool import NO_WORKER, QueueFull, RewardPool
 from services.verifier.worker import failed
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ def _server_span(asked: verifier_pb2.VerifyItem | verifier_pb2.EpisodeRequest, n
 
 
 def _add_reward_span(parent: Span, result: verifier_pb2.VerifyResult) -> None:
-    """Add the span of a reward that was just computed."""
     status = status_name(result.status)
     about: attributes.Attributes = {attributes.STATUS: status, attributes.REWARD: result.reward}
     reward = child(trace_of(parent), "reward.score", attributes=about, began_at=before_ns(result.seconds))
@@ -76,7 +75,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             async with self._answering(context, *spans.values()):
                 results = await self._scored(request.items, lambda result: _add_reward_span(spans[result.sequence_id], result))
         for item, result in zip(request.items, results, strict=True):
-            self._metrics.count(item.task if item.task in self._tasks else UNKNOWN_TASK, result)
+            self._metrics.count(item.task, result)
         return verifier_pb2.VerifyResponse(results=results)
 
     async def RunEpisode(self, request: verifier_pb2.EpisodeRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResult:
@@ -88,8 +87,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 else:
                     result = await self._run(self._episodes, request)
             span.set_attributes({attributes.STATUS: status_name(result.status), attributes.REWARD: result.reward})
-        known = request.task in self._tasks
-        self._metrics.count(request.task if known else UNKNOWN_TASK, result, is_episode=self._episodes is not None)
+        self._metrics.count(request.task, result, is_episode=True)
         return result
 
     async def _scored(
@@ -142,60 +140,50 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return failed(verifier_pb2.VERIFY_STATUS_UNKNOWN_TASK, message, item.sequence_id)
 
 
-@asynccontextmanager
-async def _servicer(
-    recipe: Recipe, settings: VerifierSettings, registry: RunRegistry, readiness: Readiness
-) -> AsyncIterator[VerifierServicer]:
+async def _sandboxes(recipe: Recipe) -> dict[str, str]:
+    """Return the sandbox of each kind of code in the recipe; `none` if any code of the kind runs without one."""
+    sets = recipe.problem_sets.values()
+    kinds: dict[str, list[bool | None]] = {
+        "programs": [share.reward.sandbox is not False for share in sets if share.reward.scorer == "code"],
+        "rewards": [share.reward.sandbox for share in sets if share.reward.is_function and not share.task.is_episodic],
+        "episodes": [is_confined(share) for share in recipe.episodic_tasks.values()],
+    }
+    found = {kind: "landlock" if all(confined) else "none" for kind, confined in kinds.items() if confined}
+    if found.get("programs") == "landlock":  # or bubblewrap; the test of sandboxes needs a process with one thread
+        command = (sys.executable, "-m", "services.verifier.sandbox")
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+        found["programs"] = (await process.communicate())[0].decode().strip()
+    return found
+
+
+async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: LogContext) -> None:
+    """Serve until `stop`. Raises `UserError` for a mistake in the recipe, users' code or a judge's key. Raises `ServiceError`
+    if a port is in use or a process does not start."""
+    recipe = load_recipe(settings.recipe)
+    if settings.reward_modules:
+        sys.path.insert(0, str(settings.reward_modules))  # workers inherit this path
+    registry, readiness = RunRegistry(settings.run), Readiness()
     metrics, pool, episodes = VerifierMetrics(registry, recipe.problem_sets), None, None
     async with AsyncExitStack() as stack:
+        app = health_app(readiness, registry, loop_watch=await stack.enter_async_context(watch_loop()))
+        http_port = await stack.enter_async_context(serve_http(app, settings.http_host, settings.http_port))
         if recipe.episodic_tasks:
-            running = run_episode_pool(recipe, metrics, readiness.part(NO_TEMPLATE), settings.max_episodes)
-            episodes = await stack.enter_async_context(running)
+            episodes = EpisodePool(recipe, metrics, settings.max_episodes)
+            await stack.enter_async_context(episodes.running(readiness.part(NO_TEMPLATE)))
         if recipe.scored_tasks:
             judges = {
                 name: await stack.enter_async_context(Judge(share.reward, api_key(share.reward.judge), metrics))
                 for name, share in recipe.problem_sets.items()
                 if share.reward.judge is not None
             }
-            limits = {"workers": settings.workers, "max_queue": settings.max_queue}
-            started = run_pool(recipe, metrics, readiness.part(NO_WORKER), judges=judges, **limits)
-            pool = await stack.enter_async_context(started)
+            pool = RewardPool(recipe, metrics, readiness.part(NO_WORKER), settings.max_queue, judges)
+            await stack.enter_async_context(pool.running(settings.workers))
         for code, means in (await _sandboxes(recipe)).items():
             metrics.sandbox.labels(code, means).set(1)
             log.info("sandbox of %s: %s", code, means, extra={"sandbox": means})
-        yield VerifierServicer(recipe, metrics, pool=pool, episodes=episodes)
-
-
-async def _sandboxes(recipe: Recipe) -> dict[str, str]:
-    """Return the sandbox of each kind of code in the recipe; `none` if any code of the kind runs without one."""
-    sets, found = recipe.problem_sets.values(), dict[str, str]()
-    if programs := [share.reward.sandbox is not False for share in sets if share.reward.scorer == "code"]:
-        found["programs"] = "none"
-        if all(programs):  # the test of sandboxes needs a process with one thread
-            command = (sys.executable, "-m", "services.verifier.sandbox")
-            process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
-            found["programs"] = (await process.communicate())[0].decode().strip()
-    if rewards := [share.reward.sandbox for share in sets if share.reward.is_function and not share.task.is_episodic]:
-        found["rewards"] = "landlock" if all(rewards) else "none"
-    if episodes := [is_confined(share) for share in recipe.episodic_tasks.values()]:
-        found["episodes"] = "landlock" if all(episodes) else "none"
-    return found
-
-
-async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: LogContext) -> None:
-    """Serve until `stop`. Raises `UserError` for a missing recipe or reward, and `ServiceError` for a port in use."""
-    recipe = load_recipe(settings.recipe)
-    if settings.reward_modules:
-        sys.path.insert(0, str(settings.reward_modules))  # workers inherit this path
-    registry, readiness = RunRegistry(settings.run), Readiness()
-    async with (
-        watch_loop() as watch,
-        serve_http(health_app(readiness, registry, loop_watch=watch), settings.http_host, settings.http_port) as http_port,
-        _servicer(recipe, settings, registry, readiness) as servicer,
-        serve_calls(
-            settings, partial(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, servicer), SERVICE_NAME, http_port
-        ) as address,
-    ):
+        servicer = VerifierServicer(recipe, metrics, pool=pool, episodes=episodes)
+        register = partial(verifier_pb2_grpc.add_VerifierServiceServicer_to_server, servicer)
+        address = await stack.enter_async_context(serve_calls(settings, register, SERVICE_NAME, http_port))
         where = {"grpc": address.grpc, "http": address.http, "workers": settings.workers}
         log.info("serving %s", ", ".join(recipe.problem_sets), extra=where)
         readiness.reason = ""

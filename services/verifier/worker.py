@@ -1,8 +1,7 @@
 """`python -m services.verifier.worker`: score items in a process that the verifier starts. Linux only.
 
-The process reads items from its standard input and writes results to its standard output. Before it imports a reward's code, it
-moves both pipes to descriptors that child processes do not inherit. A reward's output goes to the verifier's log. The process
-limits its address space and CPU time, dies with the verifier, and kills processes that a reward left behind (`confinement`).
+The process limits its address space and CPU time, dies with the verifier, and kills processes that a reward left behind
+(`confinement`). A reward's output goes to the verifier's log.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from pipelinerl.errors import UserError, as_unicode, located
 from pipelinerl.recipe.fields import ProblemSet, Recipe
@@ -29,21 +29,16 @@ RETIRED = 75
 """Exit code of a worker that must be replaced."""
 MESSAGE_CHARACTERS = 500
 _MISTAKE_CHARACTERS = 8000
+_Result = TypeVar("_Result")
 _FINISH_REASONS = {sequence_pb2.FINISH_REASON_STOP: "stop", sequence_pb2.FINISH_REASON_LENGTH: "length"}
 
 
 def score_item(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
     """Score one item. Never raises; an exception of the reward becomes the result's status."""
-    started_s = time.perf_counter()
-    result = _outcome(reward, item)
-    result.sequence_id = item.sequence_id
-    result.seconds = time.perf_counter() - started_s
-    return result
-
-
-def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
     answer = None
-    try:
+
+    def score() -> verifier_pb2.VerifyResult:
+        nonlocal answer
         answer = reward.find_answer(item.completion_text, item.prompt_text)
         scored = reward(
             RewardInput(
@@ -67,17 +62,30 @@ def _outcome(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_
             message=as_unicode(scored.reason)[:MESSAGE_CHARACTERS],
             answer=(answer or "")[:MESSAGE_CHARACTERS],
         )
+
+    return outcome(item.sequence_id, score, "reward", lambda error: _hint(error, item, answer))
+
+
+def outcome(
+    sequence_id: str, attempt: Callable[[], _Result], what: str, hint: Callable[[BaseException], str]
+) -> _Result | verifier_pb2.VerifyResult:
+    """Return what `attempt` returns, or a failed result if it raises. `what`: "reward" or "episode", for messages."""
+    started_s = time.perf_counter()
+    result: _Result | verifier_pb2.VerifyResult
+    try:
+        result = attempt()
     except BadReference as error:
-        status, message = verifier_pb2.VERIFY_STATUS_BAD_REFERENCE, str(error)
+        result = failed(verifier_pb2.VERIFY_STATUS_BAD_REFERENCE, str(error))
     except BadReward as error:
-        status, message = verifier_pb2.VERIFY_STATUS_BAD_REWARD, str(error)
+        result = failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, str(error))
     except MemoryError:  # the traceback holds the memory and is freed at the end of this block
-        status, message = verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, "the reward exceeded reward.memory_mib"
-    except BaseException as error:  # noqa: BLE001 - the process boundary; a reward may also raise SystemExit
+        result = failed(verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, f"the {what} exceeded reward.memory_mib")
+    except BaseException as error:  # noqa: BLE001 - the process boundary; users' code may also raise SystemExit
         traceback.print_exc()
-        status = verifier_pb2.VERIFY_STATUS_CRASHED
-        message = f"the reward raised {located(error)}{_hint(error, item, answer)}"
-    return failed(status, message)
+        result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the {what} raised {located(error)}{hint(error)}")
+    if isinstance(result, verifier_pb2.VerifyResult):
+        result.sequence_id, result.seconds = sequence_id, time.perf_counter() - started_s
+    return result
 
 
 def failed(
@@ -111,40 +119,47 @@ def _reference(text: str) -> dict[str, Any]:
     return reference
 
 
-def main() -> int:
+def run_process(prepare: Callable[[Recipe], Callable[[Connection, Connection], int]]) -> NoReturn:
+    """Run a process that the verifier starts. `prepare` imports users' code and returns a function that serves. This function
+    gets the process's input and output, and returns the exit code. The process reports a user's mistake, and ends."""
     confinement.attach_to_parent()
-    requests, results = confinement.take_pipes()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    pipes = requests, results = confinement.take_pipes()
+    mistake, code = "", 1
     try:
-        recipe = Recipe.model_validate_json(requests.recv_bytes())
-        tasks = recipe.scored_tasks
-        rewards = {name: make_reward(share.reward, share.task) for name, share in tasks.items()}
-        if any(share.reward.sandbox and share.reward.is_function for share in tasks.values()):
-            confinement.go_below_another()
-            confine()
+        serve = prepare(Recipe.model_validate_json(requests.recv_bytes()))
     except ImportError as error:  # raised by our scorers; a missing package of the user's code is a `UserError`
-        results.send_bytes(f"reward.scorer: {error}; pip install 'pipelinerl[verifier]'".encode())
-        return 1
+        mistake = f"reward.scorer: {error}; pip install 'pipelinerl[verifier]'"
     except (UserError, NoSandbox) as error:
         mistake = f"{'reward.sandbox: ' if isinstance(error, NoSandbox) else ''}{error}"
-        results.send_bytes(mistake[:_MISTAKE_CHARACTERS].encode(errors="replace"))
-        return 1
-    results.send_bytes(b"")
-    try:
-        return _serve(rewards, tasks, requests, results)
-    except EOFError:
-        return 0
+    results.send_bytes(mistake[:_MISTAKE_CHARACTERS].encode(errors="replace"))
+    if not mistake:
+        code = serve(*pipes)
+    sys.stdout.flush()
+    os._exit(code)  # without waiting for threads that users' code left running
+
+
+def _prepared(recipe: Recipe) -> Callable[[Connection, Connection], int]:
+    tasks = recipe.scored_tasks
+    rewards = {name: make_reward(share.reward, share.task) for name, share in tasks.items()}
+    if any(share.reward.sandbox and share.reward.is_function for share in tasks.values()):
+        confinement.go_below_another()
+        confine()
+    return partial(_serve, rewards, tasks)
 
 
 def _serve(
     rewards: Mapping[str, ComposedReward], tasks: Mapping[str, ProblemSet], requests: Connection, results: Connection
 ) -> int:
-    """Score items until the input ends (`EOFError`). Return `RETIRED` if memory is short or a reward's processes survive."""
+    """Score items until the input ends. Return `RETIRED` if memory is short or a reward's processes survive."""
     pid, own = os.getpid(), confinement.address_space()
     reserve = max(share.reward.memory_mib for share in tasks.values()) * confinement.MIB
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     confinement.lower_limit(resource.RLIMIT_AS, own + reserve)
     while True:
-        item = verifier_pb2.VerifyItem.FromString(requests.recv_bytes())
+        try:
+            item = verifier_pb2.VerifyItem.FromString(requests.recv_bytes())
+        except EOFError:
+            return 0
         confinement.renew_cpu_limit(tasks[item.task].reward.timeout_s)
         result = score_item(rewards[item.task], item)
         if os.getpid() != pid:
@@ -157,6 +172,4 @@ def _serve(
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stdout.flush()
-    os._exit(exit_code)  # without waiting for threads that a reward left running
+    run_process(_prepared)

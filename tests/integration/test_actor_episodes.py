@@ -194,7 +194,7 @@ async def test_an_episode_too_large_for_a_message_costs_that_sequence(environmen
 
 async def test_what_an_environment_does_wrong_costs_its_own_episode(environments: Verifier) -> None:
     rows = {
-        '{"in_start": "raise"}': ("episode_crashed: the environment raised RuntimeError", 0),
+        '{"in_start": "raise"}': ("episode_crashed: the episode raised RuntimeError", 0),
         '{"in_reply": "sleep 600"}': ("episode_timeout: the episode waited for its environment", 1),
         '{"turns": 1}': ("", 1),
         '{"turns": 40}': ("", 16),  # task.max_turns: the policy's fault

@@ -118,7 +118,7 @@ def test_the_same_program_gets_out_where_there_is_no_sandbox(name: str, alone: A
 
 @pytest.mark.parametrize("name", HOGS)
 def test_what_a_program_takes_is_bounded(name: str, means: Means, alone: Alone) -> None:
-    ended = alone.attempt(HOGS[name], means, timeout_s=1.0, memory_mib=256, folder_mib=4)
+    ended = alone.attempt(HOGS[name], means, timeout_s=1.0, memory_mib=256)
     assert b"escaped" not in ended.stdout
     assert max(len(ended.stdout), len(ended.stderr)) <= Limits.output_bytes
     assert not children(alone.pid)

@@ -239,8 +239,10 @@ class Same:
 add = lambda a, b: Same()""",
     "ends well": "import os\ndef add(a, b): os._exit(0)",
     "raises": "def add(a, b): raise StopIteration",
-    "answers what it was not asked": "import os\n"
-    "[os.write(n, b'[\"value\",6,null]\\n') for n in range(3, 9) if not os.isatty(n)]",
+    **{
+        f"answers {value}": f"import os\n[os.write(n, b'[\"value\",{value},null]\\n') for n in range(3, 9) if not os.isatty(n)]"
+        for value in (6, '["array",["made","builtins.range",[0,1000000000000,1]]]')
+    },
 }
 
 
@@ -544,7 +546,7 @@ def test_a_reward_that_is_not_finite_is_no_wrong_answer(value: float, graded: bo
     ("parts", "max_abs"), [({"a": 1e30}, 1e4), ({"a": 1e308, "b": -1e308}, 1e4), ({"a": -10_001.0}, 1e4), ({"a": 3.0}, 2.0)]
 )
 def test_a_reward_or_a_term_beyond_the_bound_fails_by_name(parts: dict[str, float], max_abs: float) -> None:
-    with pytest.raises(BadReward, match=rf"exceeds reward\.max_abs \({max_abs:g}\): answer\.a = "):
+    with pytest.raises(BadReward, match=rf"one of its terms exceeds reward\.max_abs \({max_abs:g}\): answer\.a = "):
         compose(Score(sum(parts.values()), parts=parts), graded=True, max_abs=max_abs)(item("x"))
 
 

@@ -76,12 +76,9 @@ def code_scorer(config: RewardConfig) -> Scorer:
     `FieldError` if this machine lacks the sandbox that the recipe requires."""
     means = Means.NONE if config.sandbox is False else strongest_means()
     if means is Means.NONE and config.sandbox is not False:
-        raise FieldError(
-            "reward.sandbox",
-            config.sandbox,
-            "scorer code runs programs that a model wrote, but this machine has neither bubblewrap with user namespaces nor "
-            "Landlock with libseccomp as a sandbox; install one, or set sandbox: false to trust all programs",
-        )
+        needs = "it needs libseccomp, and either bubblewrap with user namespaces or Landlock (Linux 6.2)"
+        fix = f"no sandbox for a model's programs works on this machine: {needs}; sandbox: false would trust all programs"
+        raise FieldError("reward.sandbox", config.sandbox, fix)
 
     def score(item: RewardInput) -> Score:
         tests = tests_of(item.reference, config.tests_field)
@@ -312,8 +309,8 @@ def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
     return f"returns {result!r:.80}, not {test.returned!r:.80}"
 
 
-def _refuse(whose: str, number: Any) -> Any:
-    raise TypeError(f"{whose} {number} is not JSON")
+def _refuse(*what: Any) -> Any:
+    raise TypeError(f"{what} is not JSON")  # nor is it made here, which could take much time or memory
 
 
 def _same(result: Any, wanted: Any) -> bool:

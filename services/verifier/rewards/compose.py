@@ -99,8 +99,9 @@ def wrong_number(values: Iterable[float], max_abs: float) -> str:
     """Return why a reward with these terms cannot be trained on; empty if it can. `max_abs`: as in `RewardConfig`."""
     largest = max((abs(value) if math.isfinite(value) else math.inf) for value in values)
     if largest == math.inf:
-        return "the reward is not a finite number"
-    return f"the reward's absolute value exceeds reward.max_abs ({max_abs:g})" if largest > max_abs else ""
+        return "the reward or one of its terms is not a finite number"
+    told = "the absolute value of the reward or of one of its terms exceeds reward.max_abs"
+    return f"{told} ({max_abs:g})" if largest > max_abs else ""
 
 
 def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
@@ -213,7 +214,7 @@ def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
 
 def _own_score(returned: Any) -> Score:
     if isinstance(returned, Mapping):
-        parts = {name: number_of(value, f"part {name!r}") for name, value in terms_of(returned).items()}
+        parts = terms_of(returned, "the reward", "part")
         return Score(sum(parts.values()), parts=parts)
     return Score(number_of(returned, "the reward"))
 
@@ -226,8 +227,7 @@ def _verl_score(returned: Any) -> Score:
         raise BadReward(f"the reward has no 'score', only {', '.join(map(str, returned)) or 'nothing'}"[:200])
     others = {name: value for name, value in returned.items() if name != "score" and not isinstance(value, str | bytes)}
     numbers = {name: value for name, value in others.items() if isinstance(value, SupportsFloat)}
-    metrics = {name: float(value) for name, value in terms_of(numbers).items()}
-    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    finite = {name: value for name, value in terms_of(numbers, "the reward", "metric").items() if math.isfinite(value)}
     return Score(number_of(returned["score"], "'score'"), metrics=finite)
 
 
@@ -238,11 +238,12 @@ def _trl_score(returned: Any) -> Score:
     return Score(number_of(values[0], "the reward"))
 
 
-def terms_of(returned: Mapping[Any, Any], what: str = "the reward") -> dict[str, Any]:
-    """Return named numbers with strings as names. Raises `BadReward` if there are too many, or if a name is too long."""
+def terms_of(returned: Mapping[Any, Any], what: str, one: str) -> dict[str, float]:
+    """Convert named numbers from users' code, `what`, to strings and floats. `one`: word for one of them in messages. Raises
+    `BadReward` if there are too many, if a name is too long, or if a value is not a number."""
     if len(returned) > MOST_TERMS:
         raise BadReward(f"{what} has {len(returned):,} terms; return at most {MOST_TERMS}")
-    terms = {as_unicode(str(name)): value for name, value in returned.items()}
+    terms = {as_unicode(str(name)): number_of(value, f"{one} {name!r}") for name, value in returned.items()}
     if (longest := max(terms, key=len, default="")) and len(longest) > TERM_CHARACTERS:
         problem = f"the name of a term has {len(longest):,} characters; use at most {TERM_CHARACTERS}"
         raise BadReward(f"{problem}: {longest:.40}...")

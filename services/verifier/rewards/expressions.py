@@ -47,8 +47,6 @@ def number(value: int | str | Fraction) -> Node:
     return Node("number", "", (Fraction(value),))
 
 
-# --- normalised spelling
-
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _CHARACTERS = str.maketrans({
     **dict.fromkeys("−–‒—", "-"), **dict.fromkeys("\u00a0\u2009\u202f", " "), **dict.fromkeys("÷⁄∕", "/"), "×": r"\times ",
@@ -138,8 +136,6 @@ def _unwrapped(found: re.Match[str]) -> str:
     return f" {re.sub('[A-Za-z]', lambda letter: _MARK + letter[0], found[2])} "
 
 
-# --- tokens
-
 _FUNCTIONS = set(re.findall(
     r"\w+", "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt cbrt abs floor ceil"
 ))  # fmt: skip
@@ -169,6 +165,8 @@ _RELATIONS = {
     r"\geqslant": ">=", r"\ne": "!=", r"\neq": "!=", r"\approx": "~", r"\in": "in",
     **{sign: sign for sign in ("=", "<", ">", "<=", ">=", "!=")},
 }  # fmt: skip
+_PRODUCTS = {"*": "*", r"\cdot": "*", r"\times": "*", r"\ast": "*", "/": "/", r"\div": "/"}
+_SUFFIXES = {"!": ("call", "factorial"), "%": ("unit", "%"), r"\%": ("unit", "%"), r"\degree": ("unit", "degree")}
 _CLOSING = {"(": ")]", "[": ")]", "{": "}", r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _TOKEN = re.compile(
     rf"\s+|(?:{_MARK}[A-Za-z])+|\d+(?:\.\d+)?(?:[eE][-+]?\d{{1,4}}(?![\dA-Za-z.]))?|\.\d+"
@@ -298,15 +296,11 @@ class _Reader:
     def _product(self) -> Node:
         """Parse a product, whose factors may have no sign between them, as in 2x."""
         node = self._signed()
-        while True:
-            if self._is_next("*", r"\cdot", r"\times", r"\ast"):
-                node = Node("*", "", (node, self._signed()))
-            elif self._is_next("/", r"\div"):
-                node = Node("/", "", (node, self._signed()))
-            elif self._begins_factor(self._peek()):
-                node = Node("*", "", (node, self._mixed()))
-            else:
-                return node
+        while (kind := _PRODUCTS.get(self._peek())) or self._begins_factor(self._peek()):
+            if kind:
+                self._take()
+            node = Node(kind or "*", "", (node, self._signed() if kind else self._mixed()))
+        return node
 
     def _begins_factor(self, token: str) -> bool:
         if token == "|":
@@ -336,17 +330,10 @@ class _Reader:
         return self._suffixed(Node("+" if is_mixed else "*", "", (node, right)))
 
     def _suffixed(self, node: Node) -> Node:
-        while True:
-            if self._is_next("!"):
-                node = Node("call", "factorial", (node,))
-            elif self._is_next(r"\%", "%"):
-                node = Node("unit", "%", (node,))
-            elif self._is_next(r"\degree"):
-                node = Node("unit", "degree", (node,))
-            elif self._is_next("^"):
-                node = Node("^", "", (node, self._exponent()))
-            else:
-                return node
+        while (token := self._peek()) in (*_SUFFIXES, "^"):
+            self._take()
+            node = Node("^", "", (node, self._exponent())) if token == "^" else Node(*_SUFFIXES[token], (node,))
+        return node
 
     def _exponent(self) -> Node:
         if self._is_next("-"):
@@ -566,8 +553,6 @@ def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
             return _bounded(_CALLS.get(node.name, partial(_opaque, node.name))(*values))
         if node.kind == "unit" and node.name in ("%", "degree"):
             return values[0] / 100 if node.name == "%" else inexact(values[0]) * mp.pi / 180
-        if node.kind == "^":
-            return _bounded(_power(*values))
         if not all(isinstance(value, Fraction) for value in values):
             values = [_bounded(inexact(value)) if isinstance(value, Fraction) else value for value in values]
         if node.kind in _OPERATIONS:
@@ -580,7 +565,7 @@ def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
 
 
 _OPERATIONS: dict[str, Callable[..., Number]] = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "neg": operator.neg
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "neg": operator.neg, "^": _power
 }  # fmt: skip
 
 

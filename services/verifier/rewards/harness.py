@@ -19,8 +19,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-_KINDS = (list, tuple, set, frozenset)
-_MADE = ("fractions.Fraction", "decimal.Decimal", "datetime.date", "datetime.datetime", "datetime.timedelta", "builtins.range")
+_DATETIME = ("datetime.date", "datetime.datetime", "datetime.timedelta")
+_MADE = ("builtins.complex", "builtins.range", "fractions.Fraction", "decimal.Decimal", *_DATETIME)
 """Types that are sent as the arguments of their constructors."""
 _PRELUDE = "typing, collections, itertools, functools, heapq, bisect, math, string, re, random, copy, json"
 """Modules that a program may use without importing them, as on LeetCode."""
@@ -33,28 +33,28 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
         return ["int", hex(value)]  # Python limits the length of decimal text
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    for kind in _KINDS:
+    for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             return [kind.__name__, [encode(each, refer) for each in value]]
     if isinstance(value, dict):
         return ["dict", [[encode(key, refer), encode(each, refer)] for key, each in value.items()]]
     if isinstance(value, bytes):
         return ["bytes", value.hex()]
-    if isinstance(value, complex):
-        return ["complex", [value.real, value.imag]]
     if value is NotImplemented:
         return ["nothing"]
     kind_name = f"{type(value).__module__}.{type(value).__qualname__}"
     if kind_name in _MADE:
-        return ["made", kind_name, [encode(each, refer) for each in value.__reduce__()[1]]]
+        arguments = (value.real, value.imag) if isinstance(value, complex) else value.__reduce__()[1]
+        return ["made", kind_name, [encode(each, refer) for each in arguments]]
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         listed = encode(value.tolist(), refer)
         return ["array", listed] if isinstance(listed, list) and listed[0] == "list" else listed
     return refer(value)
 
 
-def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """Return the value that `encode` wrote. `resolve` finds the object of a reference. Raises for other messages."""
+def decode(message: Any, resolve: Callable[..., Any]) -> Any:
+    """Return the value that `encode` wrote. `resolve` finds the object of a reference, and makes an object of a type in `_MADE`
+    from its arguments. Raises for other messages."""
     if not isinstance(message, list):
         return message
     match message:
@@ -66,15 +66,12 @@ def decode(message: Any, resolve: Callable[[str, Any], Any]) -> Any:
             return {decode(key, resolve): decode(each, resolve) for key, each in pairs}
         case ["bytes", text]:
             return bytes.fromhex(text)
-        case ["complex", [real, imaginary]]:
-            return complex(real, imaginary)
         case ["nothing"]:
             return NotImplemented
         case ["array", listed]:
             return importlib.import_module("numpy").array(decode(listed, resolve))
-        case ["made", name, arguments] if name in _MADE:
-            module, _, kind = name.partition(".")
-            return getattr(importlib.import_module(module), kind)(*(decode(each, resolve) for each in arguments))
+        case ["made", name, arguments]:
+            return resolve("made", name, *(decode(each, resolve) for each in arguments))
         case ["mine" | "yours" as whose, number]:
             return resolve(whose, number)
     raise ValueError("not a message of the harness")
@@ -145,10 +142,13 @@ class Peer:
     def _decoded(self, message: Any) -> Any:
         return decode(message, self._resolve)
 
-    def _resolve(self, whose: str, number: Any) -> Any:
+    def _resolve(self, whose: str, what: Any, *arguments: Any) -> Any:
         if whose == "mine":
-            return self.remote(number)
-        return self._find(number) if isinstance(number, str) else self._shown[number]
+            return self.remote(what)
+        if whose == "made":
+            module, _, kind = _MADE[_MADE.index(what)].partition(".")
+            return getattr(importlib.import_module(module), kind)(*arguments)
+        return self._find(what) if isinstance(what, str) else self._shown[what]
 
     def _send(self, message: list[Any]) -> None:
         self._writing.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
@@ -237,12 +237,9 @@ def _serve() -> None:
     words = set(re.findall(r"\w+", source))
     for name in _PRELUDE.split(", "):
         module = importlib.import_module(name)
-        known = {
-            name: module,
-            **{each: getattr(module, each) for each in getattr(module, "__all__", dir(module)) if each[0] != "_"},
-        }
-        for each in known.keys() & words - vars(builtins).keys():
-            setattr(builtins, each, known[each])
+        exported = (each for each in getattr(module, "__all__", dir(module)) if each[0] != "_")
+        for each in {name, *exported} & words - vars(builtins).keys():
+            setattr(builtins, each, getattr(module, each, module))
     ended = ""
     try:
         exec(compile(source, "program.py", "exec"), program)

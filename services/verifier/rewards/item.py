@@ -49,10 +49,9 @@ NO_ANSWER = Score(0.0, FOUND_NONE)
 
 
 class BadReference(PipelineRLError):
-    """The reference data of an item cannot be used. Attributes: `field`, `problem`."""
+    """The reference data of an item cannot be used."""
 
     def __init__(self, field: str, problem: str) -> None:
-        self.field, self.problem = field, problem
         super().__init__(f"{field}: {problem}")
 
 

@@ -58,9 +58,6 @@ _MONTH = re.compile(
 )
 
 
-# --- finding the answer
-
-
 def claims(text: str, *, boxed: bool) -> list[str]:
     """Return the answers that `text` claims, all of which must be right."""
     text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", outside(thoughts(text), text))
@@ -144,9 +141,6 @@ def _is_mathematics(text: str) -> bool:
         return False
 
 
-# --- comparing texts
-
-
 def _key(text: str) -> str:
     """Return a key of `text` that ignores differences in spaces, braces and the capitals of words."""
     text = re.sub(r"([\^_]|pmod)\{(\w)\}(?!\w)", r"\1\2", text.replace("\x02", ""))
@@ -187,11 +181,8 @@ def same(reference: str, answer: str) -> bool:
         return False
 
 
-# --- comparing trees
-
-
 def _total(answer: Node, wanted: Node) -> Node:
-    """Return the right side of an answer such as `m + n = 7` if a number is wanted, or else the whole answer."""
+    """Return the right side of an answer such as `m + n = 7` if a number is wanted. Otherwise return the whole answer."""
     is_equation = answer.kind == "relation" and answer.name == "=" and _is_sum(answer.parts[0])
     return answer.parts[1] if is_equation and not symbols(wanted) | symbols(answer.parts[1]) else answer
 
@@ -204,7 +195,7 @@ def _is_sum(node: Node) -> bool:
 
 
 def _labelled(node: Node) -> tuple[str, Node]:
-    """Split an answer such as x = 5 into its label and the rest. Raises `Unreadable` for a false answer such as 41 = 42."""
+    """Split an answer such as x = 5 into its label and the rest. Sides that differ, as in 41 = 42, give no label."""
     if node.kind == "list" and node.parts and node.parts[0].kind == "relation":
         pairs = [_labelled(part) for part in node.parts]
         if all(label == pairs[0][0] or not (label or symbols(value)) for label, value in pairs):
@@ -220,8 +211,6 @@ def _labelled(node: Node) -> tuple[str, Node]:
     label = str(parts.pop(0)) if _is_label(parts[0]) and len(parts) > 1 else ""
     if all(_same(parts[0], part) for part in parts[1:]):
         return label, parts[-1]
-    if label or len(parts) > 2 or not symbols(node):
-        raise Unreadable("the sides are not equal")
     return "", node
 
 
@@ -248,8 +237,6 @@ def _variants(node: Node) -> list[Node]:
 def _as_interval(node: Node) -> Node:
     """Convert an inequality with one variable, alone on its side, to the interval that it means."""
     infinity = Node("symbol", r"\infty")
-    if node.kind == "list" and node.name == "or":
-        return Node("union", "", tuple(map(_as_interval, node.parts)))
     names, parts = _ascending(node) if node.kind == "relation" else ([], [])
     if len(parts) == 2 and parts[1].kind == "symbol":
         parts, names = [*parts, infinity], [*names, "<"]

@@ -23,8 +23,7 @@ REFUSED = Score(0.0, "not evaluated: the family's scorer runs answers as code, a
 
 _OPERATORS = (ast.BinOp, ast.UnaryOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 _TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan"}
-_HYPERBOLIC = {"sinh", "cosh", "tanh", "asinh", "acosh", "atanh"}
-_FUNCTIONS = frozenset(_TRIGONOMETRY | _HYPERBOLIC | {"exp", "log", "ln", "sqrt", "Abs"})
+_FUNCTIONS = _TRIGONOMETRY | {"sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs"}
 _WORDS = re.compile(r"[A-Za-z0-9_\s]*")
 _EXPRESSION = re.compile(r"[A-Za-z0-9_+\-*/.() \t]*")
 """Characters that Python's parser and SymPy's tokenizer read alike: no quotes, brackets, commas, comments or line ends."""
