@@ -67,8 +67,8 @@ async def connect(
 ) -> AsyncIterator[Bus]:
     """Connect to the streams of `run`. `url` names one server, or the servers of a cluster, separated by commas.
 
-    NATS's monitoring shows the connection as `name`. `credentials` and `tls_dir` are those of `BusSettings`. Raises `BusError`
-    with the URL if no server answers within `connect_timeout_s`, and `FieldError` for an invalid run name or an unusable file.
+    NATS's monitoring shows the connection as `name`. `credentials` and `tls_dir` are those of `BusSettings`. Raises
+    `FieldError` for an invalid run name or an unusable file, and the errors of `Connection.opened`.
     """
     subjects = Subjects(run)
     connection = Connection(url, credentials, tls_dir, request_timeout_s)
@@ -214,8 +214,8 @@ class Bus:
 
     async def empty(self) -> None:
         """Delete and recreate the streams of prompt groups and sequences, so that the server also forgets message ids. Later
-        messages continue the old numbering. Raises `NotPermitted` and `BusError`. After an error, call this method again, or
-        `create_streams`, to recreate a missing stream."""
+        messages continue the old numbering. Raises `NotPermitted` and `BusError`. After an error, call this method again: it
+        recreates a missing stream, whose numbering then begins at 1."""
         for stream in (self._subjects.prompts_stream, self._subjects.sequences_stream):
             if (info := await self._info(stream)) is not None:
                 with bus_errors(f"emptying {stream}"):
@@ -271,7 +271,6 @@ class Bus:
             raise
 
     async def _store(self, subject: str, payload: bytes, headers: dict[str, str]) -> int:
-        """Publish a message, wait until it is stored, and return its position."""
         size = len(payload) + (_HEADER_FRAME_BYTES if headers else 0)
         size += sum(len(key) + len(value.encode()) + _FIELD_FRAME_BYTES for key, value in headers.items())
         if size > self.max_payload_bytes:
@@ -316,29 +315,19 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
     full stream refuses the next message. A full CONTROL still accepts a message no larger than the one that it replaces.
     """
     small = limits.max_bytes(1 / 16)
-
-    def config(name: str, subject: str, max_bytes: int, **more: Any) -> StreamConfig:
-        return StreamConfig(
-            name=name,
-            subjects=[subject],
-            max_bytes=max_bytes,
-            discard=DiscardPolicy.OLD if name == subjects.dead_stream else DiscardPolicy.NEW,
-            storage=StorageType.FILE,
-            num_replicas=limits.replicas,
-            duplicate_window=limits.duplicate_window_s,
-            **more,
-        )
-
+    common: dict[str, Any] = {"num_replicas": limits.replicas, "duplicate_window": limits.duplicate_window_s}
+    common |= {"discard": DiscardPolicy.NEW, "storage": StorageType.FILE}
     queue = {"retention": RetentionPolicy.WORK_QUEUE, "max_msgs": limits.prompts_max_messages}
+    log = {"max_msgs": limits.sequences_max_messages}
     last = {"max_msgs_per_subject": 1, "max_consumers": _MAX_ACTORS}
-    return [
-        config(subjects.prompts_stream, subjects.prompts, limits.max_bytes(1 / 8), **queue),
-        config(
-            subjects.sequences_stream, subjects.sequences, limits.sequences_max_bytes, max_msgs=limits.sequences_max_messages
-        ),
-        config(subjects.control_stream, subjects.control_all, small, **last),
-        config(subjects.dead_stream, subjects.dead, small, max_msgs=limits.dead_max_messages),
-    ]
+    newest = {"max_msgs": limits.dead_max_messages, "discard": DiscardPolicy.OLD}
+    streams: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+        (subjects.prompts_stream, subjects.prompts, limits.max_bytes(1 / 8), queue),
+        (subjects.sequences_stream, subjects.sequences, limits.sequences_max_bytes, log),
+        (subjects.control_stream, subjects.control_all, small, last),
+        (subjects.dead_stream, subjects.dead, small, newest),
+    )
+    return [StreamConfig(name=name, subjects=[one], max_bytes=most, **(common | more)) for name, one, most, more in streams]
 
 
 def actors_consumer(limits: StreamLimits) -> ConsumerConfig:

@@ -23,7 +23,6 @@ the prefix of the first two, as in `lr-1-trainer`."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _API = "$JS.API"
 
-
 Permissions = dict[str, list[str]]
 """Subjects that a user may `publish` to and `subscribe` to. All others are refused."""
 

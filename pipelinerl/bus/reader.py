@@ -61,7 +61,6 @@ async def stored_messages(connection: Connection, stream: str, subject: str) -> 
 
 
 async def _walk(connection: Connection, stream: str, subject: str, start: int, end: int) -> list[RawStreamMsg]:
-    """Return the messages at positions in [start, end)."""
     found: list[RawStreamMsg] = []
     with bus_errors(f"looking into {stream} at {connection.url}"):
         while start < end:
@@ -106,7 +105,7 @@ _PULL_ENDED = ("408", "409")
 class OrderedReader(Puller, Generic[_Item]):
     """Async iterator over the messages of one stream, without gaps, each converted by `convert`. Use it in an `async with`
     block. At the end of the stream, it waits for new messages. Cancelling `anext` loses no message. Raises `BusError` if the
-    stream does not exist or was deleted, and `NotPermitted` if this user may not read it."""
+    stream is missing, or if the server does not answer at the start of the block; `NotPermitted` if this user may not read."""
 
     def __init__(
         self,

@@ -146,7 +146,7 @@ def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]
-"""Main function of a service. It ends with its work, or when the event is set. The `LogContext` gets its policy version."""
+"""Main function of a service. It ends with its work, or when the event is set. It sets the policy version of `LogContext`."""
 
 
 def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings], *, stop_within_s: float | None = None) -> int:
