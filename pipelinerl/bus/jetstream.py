@@ -77,7 +77,7 @@ async def connect(
         try:
             yield bus
         finally:
-            await bus.close()
+            await bus.queue.close()
 
 
 @contextlib.asynccontextmanager
@@ -116,16 +116,12 @@ class Bus:
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
         self.connection, self.run, self.limits = connection, subjects.run, limits
         self._subjects = subjects
-        self._queue = PromptQueue(connection, subjects.prompts_stream)
+        self.queue = PromptQueue(connection, subjects.prompts_stream)
 
     @property
     def max_payload_bytes(self) -> int:
         """Maximum size of a message, including its headers. A message id takes up its own length and about 30 bytes more."""
         return self.connection.max_payload
-
-    async def close(self) -> None:
-        """Hand back prompt groups that were delivered but that `next_prompt` has not returned."""
-        await self._queue.close()
 
     async def create_streams(self, *, fresh: bool = False) -> None:
         """Create the streams and the membership bucket. Existing ones keep their contents and limits. Wait up to
@@ -156,7 +152,10 @@ class Bus:
         for wanted in stream_configs(subjects, self.limits):
             assert wanted.name is not None
             if (info := there[wanted.name]) is not None:
-                _warn_of_other_limits(info.config, wanted)
+                for what, field in (("number of replicas", "num_replicas"), ("limit in bytes", "max_bytes")):
+                    if (getattr(wanted, field) or -1) != (is_so := getattr(info.config, field) or -1):
+                        text = "%s keeps its %s of %s, although the run asks for %s; to change it, use `nats stream edit %s`"
+                        _log.warning(text, wanted.name, what, is_so, getattr(wanted, field), wanted.name)
                 continue
             with bus_errors(f"creating {wanted.name} at {self.connection.url}"):
                 await js.add_stream(wanted)
@@ -176,7 +175,7 @@ class Bus:
 
     async def next_prompt(self, timeout_s: float) -> PromptDelivery | None:
         """Take the next group from the work queue. Return None if none came within `timeout_s` (> 0)."""
-        return await self._queue.next(timeout_s)
+        return await self.queue.next(timeout_s)
 
     async def pending_prompts(self) -> dict[str, int]:
         """Return the positions of all unfinished groups by message id, in queue order, including groups that were delivered. A
@@ -256,7 +255,7 @@ class Bus:
         await self._store(self._subjects.member(check_actor_name(actor)), payload, {})
 
     async def remove_member(self, actor: str) -> None:
-        await self._store(self._subjects.member(check_actor_name(actor)), b"", {"KV-Operation": "DEL"})
+        await self._store(self._subjects.member(actor), b"", {"KV-Operation": "DEL"})
 
     def watch_members(self) -> MemberWatch:
         """Iterate over the present members, then over every renewal, removal and expiry. A removal is reported once."""
@@ -290,14 +289,6 @@ class Bus:
         with bus_errors(f"looking at {stream} at {self.connection.url}"), contextlib.suppress(nats.js.errors.NotFoundError):
             return await self.connection.js.stream_info(stream)
         return None
-
-
-def _warn_of_other_limits(there: StreamConfig, wanted: StreamConfig) -> None:
-    for what, field in (("number of replicas", "num_replicas"), ("limit in bytes", "max_bytes")):
-        is_so, asked_for = getattr(there, field), getattr(wanted, field)
-        if (asked_for or -1) != (is_so or -1):
-            text = "%s keeps its %s of %s, although the run asks for %s; to change it, use `nats stream edit %s`"
-            _log.warning(text, wanted.name, what, is_so, asked_for, wanted.name)
 
 
 _UNLIMITED = -1

@@ -1,8 +1,7 @@
 """Readers of streams: an iterator over a stream, a list of its stored messages, a watch on members, and the work queue.
 
 `OrderedReader` reads from an ephemeral pull consumer without acknowledgements. After a reconnection, a restart of the server,
-missing heartbeats or a gap, it continues with a new consumer after the last message received. nats-py's own ordered consumer
-is not used, because it answers flow control only every 250 ms and drops messages that it cannot buffer.
+missing heartbeats or a gap, it continues with a new consumer after the last message received.
 """
 
 from __future__ import annotations

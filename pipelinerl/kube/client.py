@@ -151,14 +151,12 @@ class KubeClient:
                 return await self._respond(WATCH_PODS, **options, _request_timeout=WATCH_S + self._request_s)
 
     async def _load_account(self, configuration: Any) -> None:
-        """Read the server's address and CA, and the account's token."""
         from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 
         loader = InClusterConfigLoader(str(self._service_account / "token"), str(self._service_account / "ca.crt"))
         loader.load_and_set(configuration)
 
     async def _connection(self) -> Any:
-        """Return the library's `ApiClient`, and make it first if there is none."""
         if self._api is None:
             client = await asyncio.to_thread(importlib.import_module, "kubernetes.aio.client")  # takes about a second
             configuration = client.Configuration()

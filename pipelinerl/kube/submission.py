@@ -160,9 +160,6 @@ async def remove(release: Release) -> None:
     await release.client.delete(kube.LIST_CLAIMS, release.claims)
 
 
-# --- what objects say: pure -------------------------------------------------------------------------------------------
-
-
 def labels_of(item: Object) -> dict[str, str]:
     return item["metadata"].get("labels") or {}
 
@@ -234,9 +231,6 @@ class Look:
             state.phase = "; ".join(f"{name}: {why}" for name, why in waiting.items() if why) or "waiting for the trainer's pod"
 
 
-# --- watching ---------------------------------------------------------------------------------------------------------
-
-
 async def look(release: Release) -> Look:
     """Return the release as it is now. Raises `ServiceError` if it does not exist, or if its run publishes no state."""
     if not (found := await run_states(release.client, f"{RUNS},{release.selector}")):
@@ -290,8 +284,6 @@ async def _channel(release: Release, seen: Look, target: str) -> Channel:
         certificates = Certificates(*(base64.b64decode(secret["data"][name]) for name in (CERTIFICATE, KEY, CA)))
     return open_channel(target, certificates, f"{seen.prefix}-trainer", [("grpc.max_reconnect_backoff_ms", 5000)])
 
-
-# --- fetching ---------------------------------------------------------------------------------------------------------
 
 FILES = ("recipe.yaml", "lineage.json", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoint")
 """Files of the run from which the report is made, and the folder of the trained model."""

@@ -191,9 +191,8 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[name]
-            else:
+            del os.environ[name]
+            if before is not None:
                 os.environ[name] = before
 
 
