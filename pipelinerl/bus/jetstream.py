@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,22 +87,19 @@ async def service_bus(
 ) -> AsyncIterator[Bus]:
     """Connect a service to its run, and retry until NATS is reachable. Raises `StartStopped` if `stop` is set first. An
     error other than `BusError`, such as `FieldError` for a missing file, is raised at once."""
+    opened = partial(
+        connect,
+        settings.nats_url,
+        settings.run,
+        limits=limits,
+        name=settings.instance,
+        credentials=settings.nats_credentials,
+        tls_dir=settings.nats_tls_dir,
+        connect_timeout_s=CONNECT_TIMEOUT_S,
+        request_timeout_s=request_timeout_s,
+    )
     async with contextlib.AsyncExitStack() as stack:
-
-        def opened() -> Awaitable[Bus]:
-            bus = connect(
-                settings.nats_url,
-                settings.run,
-                limits=limits,
-                name=settings.instance,
-                credentials=settings.nats_credentials,
-                tls_dir=settings.nats_tls_dir,
-                connect_timeout_s=CONNECT_TIMEOUT_S,
-                request_timeout_s=request_timeout_s,
-            )
-            return stack.enter_async_context(bus)
-
-        yield await unless_stopped(retry_forever(opened, "connect"), stop)
+        yield await unless_stopped(retry_forever(lambda: stack.enter_async_context(opened()), "connect"), stop)
 
 
 class Bus:

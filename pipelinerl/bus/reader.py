@@ -342,7 +342,7 @@ class PromptDelivery:
 
     async def _answer(self, word: bytes) -> None:
         await self._connection.wait_connected()
-        with bus_errors(f"request on {self._reply}"):
+        with bus_errors(f"answering the delivery of prompt group {self.msg_id}"):
             await self._connection.request(self._reply, word)
 
 

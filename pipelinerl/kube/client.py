@@ -108,7 +108,7 @@ DETAIL_CHARACTERS = 300
 
 class KubeClient:
     """Access to one namespace with the rights of the pod's ServiceAccount, whose folder has `token` and `ca.crt`. A context
-    manager, which closes its connections. Calls raise `KubeError`; with `insists`, they are repeated until accepted."""
+    manager, which closes its connections. Calls raise `KubeError`. With `insists`, all but watches are repeated instead."""
 
     def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S, insists: bool = False) -> None:
         self.namespace = namespace
@@ -201,8 +201,7 @@ class KubeClient:
 
 def in_cluster(settings: TrainerSettings, *, insists: bool = False) -> KubeClient | None:
     """Return a client, or None outside Kubernetes. Sends nothing yet."""
-    account = settings.service_account_dir
-    return KubeClient(settings.pod_namespace, account, insists=insists) if settings.pod_namespace else None
+    return KubeClient(settings.pod_namespace, settings.service_account_dir, insists=insists) if settings.pod_namespace else None
 
 
 class PersonClient(KubeClient):

@@ -17,8 +17,8 @@ from pipelinerl.errors import FieldError
 log = logging.getLogger(__name__)
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
-_MOST_HANDSHAKE_TURNS = 10
-"""Maximum number of rounds of a TLS handshake in memory. Three are enough."""
+_HANDSHAKE_ROUNDS = 10
+"""Rounds of a TLS handshake in memory. It ends after three, and further rounds do nothing."""
 Role = Literal["client", "server"]
 
 
@@ -121,14 +121,9 @@ def _shake_hands(folder: Path, role: Role) -> None:
         trust(context, folder, "tls_dir")
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = (client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True))
-    for _ in range(_MOST_HANDSHAKE_TURNS):
-        done = 0
-        for side in sides:
-            with contextlib.suppress(ssl.SSLWantReadError):
-                side.do_handshake()
-                done += 1
-        if done == len(sides):
-            return
+    for side in sides * _HANDSHAKE_ROUNDS:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
 
 
 def server_credentials(tls_dir: Path | None) -> grpc.ServerCredentials | None:

@@ -161,7 +161,7 @@ class Manifest:
 
     @cached_property
     def slowest_chunk_s(self) -> float:
-        """Seconds that the largest chunk takes at 20 MB/s. A transfer that is even slower counts as stuck."""
+        """Seconds that the largest chunk takes at 20 MB/s, the shortest time after which a transfer may count as stuck."""
         return max(chunk.num_bytes for chunk in self.chunks) / 20e6
 
     @property
