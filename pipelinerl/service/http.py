@@ -15,6 +15,7 @@ import ipaddress
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -121,7 +122,7 @@ async def serve_http(
             thread.start()
             serving = asyncio.create_task(asyncio.to_thread(thread.join))
         try:
-            if not await server.up:
+            if not await asyncio.wrap_future(server.up):
                 raise ServiceError("the HTTP application did not start; its traceback is in the log")
             yield listener.getsockname()[1]
         finally:
@@ -141,7 +142,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """A uvicorn server that installs no signal handlers, and notifies the caller's loop when it has started."""
+    """A uvicorn server that installs no signal handlers. `up`: whether it has started, once this is known."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(
@@ -157,8 +158,8 @@ class _EmbeddedServer(uvicorn.Server):
                 h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
             )
         )
-        self._callers_loop = asyncio.get_running_loop()
-        self.up: asyncio.Future[bool] = self._callers_loop.create_future()
+        self.up = Future[bool]()
+        self.up.set_running_or_notify_cancel()  # so that cancelling a waiting task does not cancel it
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -168,8 +169,4 @@ class _EmbeddedServer(uvicorn.Server):
         with contextlib.suppress(SystemExit):  # uvicorn raises it if the application's lifespan fails
             await super().startup(sockets)
         self.should_exit = self.should_exit or not self.started
-        self._callers_loop.call_soon_threadsafe(self._tell)
-
-    def _tell(self) -> None:
-        if not self.up.done():  # done if the waiting caller was cancelled
-            self.up.set_result(self.started)
+        self.up.set_result(self.started)

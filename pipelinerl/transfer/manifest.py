@@ -215,8 +215,7 @@ def build_manifest(
 ) -> Manifest:
     """Lay out `parameters`, given as (name, shape, dtype name), in their order. Raises FieldError."""
     specs = [ParameterSpec(name=name, shape=shape, dtype=dtype) for name, shape, dtype in parameters]
-    content = WeightManifest(parameters=specs, chunk_bytes=chunk_bytes, wire_dtype=wire_dtype, low_rank=low_rank)
-    return Manifest(content)
+    return Manifest(WeightManifest(parameters=specs, chunk_bytes=chunk_bytes, wire_dtype=wire_dtype, low_rank=low_rank))
 
 
 def aligned(num_bytes: int) -> int:
