@@ -128,11 +128,7 @@ class OrderedReader(Puller, Generic[_Item]):
         self._lost = False
 
     async def __aenter__(self) -> OrderedReader[_Item]:
-        try:
-            await self._attach()
-        except BaseException:  # even a cancellation, because no `__aexit__` follows
-            await self._detach()
-            raise
+        await self._attach()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -206,6 +202,7 @@ class OrderedReader(Puller, Generic[_Item]):
                 self._consumer = (await self._connection.js.add_consumer(self._stream, config)).name
         except BaseException:  # even a cancellation; the next `anext` then attaches again
             self._lost = True
+            await self._detach()
             raise
 
     async def _detach(self) -> None:
