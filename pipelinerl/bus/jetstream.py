@@ -107,8 +107,8 @@ class Bus:
 
     Every call ends within a bounded time. It raises `BusError` if the server does not answer or the stream is full; the caller
     must then keep its message and try again. It raises `NotPermitted` if this user may not make the call. If messages have the
-    same `msg_id` within `duplicate_window_s`, only the first is stored. Use the iterators in `async with` blocks. They
-    wait without a time limit, and continue after a reconnection. Cancelling `anext` loses no message.
+    same `msg_id` within `duplicate_window_s`, only the first is stored. The iterators of `read_sequences` and `watch_...` need
+    an `async with` block. They wait without a time limit, and continue after a reconnection. Cancelling `anext` loses nothing.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
