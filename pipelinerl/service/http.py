@@ -41,10 +41,14 @@ _KEEP_ALIVE_S = 75
 """Seconds until the server closes an idle connection. Most clients close it earlier, so few send a request on a closed one."""
 
 
-def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
-    """Answer a request only if its path is in `open_paths`, or the host in its Host header is in `names`."""
-    known = frozenset(name.lower() for name in names)
-    asked_for = ", ".join(sorted(known))
+def guard_hosts(app: ASGIApp, host: str, names: Collection[str] = ()) -> ASGIApp:
+    """Refuse requests whose Host header is not the interface `host`, a name of this machine or one of `names`. On a loopback
+    interface, `/healthz` is always answered; on another one, all `PROBED` paths are. Without `names`, refuse nothing there."""
+    is_local = is_loopback(host)
+    if not (is_local or names):
+        return app
+    known = frozenset(name.lower() for name in (*LOCAL_NAMES, bracketed(host), *names))
+    open_paths, asked_for = [HEALTH] if is_local else PROBED, ", ".join(sorted(known))
     refusal = f"refused: the Host header of this request names another server; use one of these names: {asked_for}\n"
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,12 +108,11 @@ async def serve_http(
 ) -> AsyncIterator[int]:
     """Serve `app` and yield the bound port (`port` 0 = any free one). At the end, open requests have two seconds to finish.
 
-    `names`: further hosts that a Host header may name if `host` is a loopback interface. `on_this_loop`: run the application on
-    this event loop, because it shares data with other work there. Otherwise it runs on another thread, and answers even while
-    this loop is blocked. Raises `ServiceError` if the port cannot be bound or the application does not start.
+    `names`: as for `guard_hosts`. `on_this_loop`: run the application on this event loop, because it shares data with other
+    work there. Otherwise it runs on another thread, and answers even while this loop is blocked. Raises `ServiceError` if the
+    port cannot be bound or the application does not start.
     """
-    if is_loopback(host):
-        app = guard_hosts(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})
+    app = guard_hosts(app, host, names)
     with contextlib.closing(_bind(host, port)) as listener:
         # Connections inherit this option, which asyncio does not set on this socket. Without it, a response's body waits 40 ms
         # for the acknowledgement of its head.
