@@ -42,9 +42,11 @@ _KEEP_ALIVE_S = 75
 
 
 def guard_hosts(app: ASGIApp, host: str, names: Collection[str] = ()) -> ASGIApp:
-    """Refuse requests whose Host header is not the interface `host`, a name of this machine or one of `names`. On a loopback
-    interface, `/healthz` is always answered; on another one, all `PROBED` paths are. Without `names`, refuse nothing there."""
-    is_local = is_loopback(host)
+    """Refuse requests whose Host header is not the interface `host`, a name of this machine or one of `names`. Some paths are
+    always answered: `/healthz` on a loopback interface, else those in `PROBED`. Without `names`, guard only loopback."""
+    is_local = host == "localhost"
+    with contextlib.suppress(ValueError):  # a name
+        is_local = is_local or ipaddress.ip_address(host).is_loopback
     if not (is_local or names):
         return app
     known = frozenset(name.lower() for name in (*LOCAL_NAMES, bracketed(host), *names))
@@ -66,16 +68,6 @@ def guard_hosts(app: ASGIApp, host: str, names: Collection[str] = ()) -> ASGIApp
 def bracketed(host: str) -> str:
     """Return a host in the form of a Host header, with an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether this is the name or address of an interface that only this machine can reach."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def health_app(readiness: Readiness, registry: CollectorRegistry, *, loop_watch: Callable[[], float] = lambda: 0.0) -> FastAPI:

@@ -299,7 +299,7 @@ class WeightGroup:
             raise GroupFailed(self.spec.name, str(error).splitlines()[0]) from error
 
     def close(self) -> None:
-        """Leave the group, and wait for NCCL to end. Over Gloo, ranks that wait for this one fail at once. Repeatable."""
+        """Leave the group and wait for NCCL to end. Over Gloo, ranks that wait for this one fail at once. May be repeated."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
