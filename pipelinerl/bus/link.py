@@ -64,12 +64,6 @@ def tls_context(tls_dir: Path | None) -> ssl.SSLContext:
     return context
 
 
-def _user_in(url: str) -> str:
-    with contextlib.suppress(ValueError):  # a malformed URL is reported when it is used
-        return urlsplit(url.split(",")[0]).username or ""
-    return ""
-
-
 _RECONNECT_WAIT_S = 0.5
 _PING_INTERVAL_S = 5
 _MAX_OUTSTANDING_PINGS = 2
@@ -152,8 +146,10 @@ class Connection(Client):
         self.url, self.request_timeout_s = redacted(url), request_timeout_s
         self._urls, self._credentials, self._tls_dir = url.split(","), credentials, tls_dir
         self._login, self._context = read_login(credentials), tls_context(tls_dir)
-        self.user = self._login.get("user") or _user_in(url)
+        self.user = self._login.get("user", "")
         """Name of the user; empty if a .creds file is used or no login is given."""
+        with contextlib.suppress(ValueError):  # a malformed URL is reported when it is used
+            self.user = self.user or urlsplit(self._urls[0]).username or ""
         self._requires_tls = tls_dir is not None or any(server.strip().lower().startswith("tls://") for server in self._urls)
         self.js = self.jetstream(timeout=request_timeout_s)
         self.pullers: set[Puller] = set()

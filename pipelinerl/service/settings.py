@@ -32,7 +32,7 @@ def read_settings(kind: type[Settings]) -> Settings:
 
 
 class StreamsSettings(BaseSettings):
-    """How to reach a run's streams. Commands use these defaults. In a pod of the run, the service's variables give the values."""
+    """How to reach a run's streams. Commands use these defaults; in a pod of the run, its service's variables apply."""
 
     model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
 
