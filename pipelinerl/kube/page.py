@@ -2,7 +2,7 @@
 
     python -m pipelinerl.kube.page --trainer HOST:PORT --report FILE --names runs.example.com
 
-The server holds no credentials and mounts no volume of the run, so its visitors reach nothing of the trainer but its page.
+The server holds no credentials and mounts no volume of the run. So visitors can reach nothing of the trainer except its page.
 Neither this server nor the trainer's page authenticates visitors. The Ingress must do that.
 """
 

@@ -296,8 +296,8 @@ _SHOWN_BYTES = 16 * 2**20  # after which the progress is shown again
 
 async def fetch(release: Release, seen: Look, folder: Path) -> Path:
     """Fetch the run's files into `folder`, write the report there, and return its path. A file that an earlier try fetched in
-    part is continued. Raises `ServiceError` if a file is wrong, has no room or does not arrive for `_GIVE_UP_S`, `KubeError`
-    if a right is missing or the pod is gone, and `FieldError` if the folder has other files."""
+    part is continued. Raises `ServiceError` if a file is wrong or has no room, or if nothing arrives for `_GIVE_UP_S`. Raises
+    `KubeError` if a right is missing or the pod is gone, and `FieldError` if the folder has other files."""
     before, since_s = -1, 0.0
     while True:
         try:

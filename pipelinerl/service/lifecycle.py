@@ -182,8 +182,8 @@ def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings],
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with `code` at once. In a normal shutdown of the interpreter, a thread in native code, such as that of an
-    abandoned transfer, could hang or abort the process."""
+    """End the process with `code` at once. A normal shutdown of the interpreter could hang or abort if a thread is in native
+    code, as that of an abandoned transfer is."""
     try:
         # Without a normal shutdown, libraries do not end their child processes.
         for child in multiprocessing.active_children():

@@ -138,8 +138,8 @@ _LONGEST = 400
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """Return `text` on one line of at most 400 characters, with `***` for each login in an address, and for each value of over
-    3 characters of a secret variable. A variable is secret if its name says so, or if it is an address with a login. Pure."""
+    """Return `text` on one line of at most 400 characters. `***` replaces each login in an address, and each value of a secret
+    variable if it has over 3 characters. A variable is secret if its name says so or it is an address with a login. Pure."""
     secrets = [
         value
         for name, value in environment.items()

@@ -32,8 +32,8 @@ class Certificates:
 
 
 def read_certificates(folder: Path, role: Role) -> Certificates:
-    """Read the files in `folder` and check them for `role`. Raises `FieldError` on `tls_dir`, naming the file at fault, if a
-    file cannot be read, or if the certificate has expired, does not match the key or is not signed by the CA in `ca.crt`."""
+    """Read the files in `folder` and check them for `role`. Raises `FieldError` on `tls_dir` with the file at fault: it cannot
+    be read, or the certificate has expired, does not match the key or is not signed by the CA in `ca.crt`."""
     found = Certificates(*(read_file(folder / name, "tls_dir") for name in (CERTIFICATE, KEY, CA)))
     try:
         _shake_hands(folder, role)

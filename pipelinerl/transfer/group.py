@@ -1,6 +1,6 @@
 """A collective group for one epoch of weight transfer. Rank 0 is the trainer, and the other ranks receive.
 
-Ranks build a group through a key-value store that the trainer hosts, without torch's global process group, so that several
+Ranks build a group through a key-value store that the trainer hosts. They do not use torch's global process group, so several
 groups can coexist in one process. Every wait has a deadline. A group that failed is unusable: close it, agree on a new epoch
 and build another. Neither the store nor Gloo authenticates peers (docs/security.md).
 
