@@ -187,8 +187,7 @@ class Bus:
 
     async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         """Publish a sequence and return its position in the log. Raises `PayloadTooLarge`, `BusError`."""
-        stream, subject = self._subjects.sequences_stream, self._subjects.sequences
-        return await self._store_once(stream, subject, payload, msg_id, headers)
+        return await self._store_once(self._subjects.sequences_stream, self._subjects.sequences, payload, msg_id, headers)
 
     def read_sequences(self, from_position: int) -> OrderedReader[LogEntry]:
         """Iterate over the log from `from_position` (>= 1), and wait for more at its end. Purged messages are left out."""
@@ -197,8 +196,7 @@ class Bus:
             msg_id = (message.headers or {}).get(MSG_ID, "")
             return LogEntry(message.metadata.sequence.stream, message.data, msg_id, headers_given(message))
 
-        stream = self._subjects.sequences_stream
-        return OrderedReader(self.connection, stream, log_entry, from_position=max(1, from_position))
+        return OrderedReader(self.connection, self._subjects.sequences_stream, log_entry, from_position=max(1, from_position))
 
     async def purge_sequences(self, below_position: int) -> None:
         """Remove the sequences below this position. Later sequences are numbered as if nothing had been removed."""

@@ -28,8 +28,6 @@ _LEAST_LEVEL = {
     "torchao": logging.ERROR,
     "torch.utils._pytree": logging.ERROR,
 }
-
-
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 

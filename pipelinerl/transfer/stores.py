@@ -223,7 +223,6 @@ class BucketStore:
 
     async def get(self, key: str) -> AsyncGenerator[bytes, None]:
         info, num_bytes = await self._info(key), 0
-        size = info.size if isinstance(info.size, int) else 0
         with _store_errors(f"reading {key} from {self._stream}"):
             async with OrderedReader(
                 self._connection,
@@ -233,7 +232,7 @@ class BucketStore:
                 from_position=1,
                 read_ahead=_MESSAGES_AHEAD,
             ) as reader:
-                while num_bytes < size:
+                while num_bytes < (info.size or 0):
                     try:
                         async with asyncio.timeout(self._connection.request_timeout_s):
                             piece = await anext(reader)
