@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,8 @@ async def connect(
 ) -> AsyncIterator[Bus]:
     """Connect to the streams of `run`. `url` names one server, or the servers of a cluster, separated by commas.
 
-    NATS's monitoring shows the connection as `name`. `credentials` and `tls_dir` are those of `BusSettings`. Raises `BusError`
-    with the URL if no server answers within `connect_timeout_s`, and `FieldError` for an invalid run name or an unusable file.
+    NATS's monitoring shows the connection as `name`. `credentials` and `tls_dir` are those of `BusSettings`. Raises
+    `FieldError` for an invalid run name or an unusable file, and the errors of `Connection.opened`.
     """
     subjects = Subjects(run)
     connection = Connection(url, credentials, tls_dir, request_timeout_s)
@@ -77,7 +78,7 @@ async def connect(
         try:
             yield bus
         finally:
-            await bus.close()
+            await bus.queue.close()
 
 
 @contextlib.asynccontextmanager
@@ -86,22 +87,19 @@ async def service_bus(
 ) -> AsyncIterator[Bus]:
     """Connect a service to its run, and retry until NATS is reachable. Raises `StartStopped` if `stop` is set first. An
     error other than `BusError`, such as `FieldError` for a missing file, is raised at once."""
+    opened = partial(
+        connect,
+        settings.nats_url,
+        settings.run,
+        limits=limits,
+        name=settings.instance,
+        credentials=settings.nats_credentials,
+        tls_dir=settings.nats_tls_dir,
+        connect_timeout_s=CONNECT_TIMEOUT_S,
+        request_timeout_s=request_timeout_s,
+    )
     async with contextlib.AsyncExitStack() as stack:
-
-        def opened() -> Awaitable[Bus]:
-            bus = connect(
-                settings.nats_url,
-                settings.run,
-                limits=limits,
-                name=settings.instance,
-                credentials=settings.nats_credentials,
-                tls_dir=settings.nats_tls_dir,
-                connect_timeout_s=CONNECT_TIMEOUT_S,
-                request_timeout_s=request_timeout_s,
-            )
-            return stack.enter_async_context(bus)
-
-        yield await unless_stopped(retry_forever(opened, "connect"), stop)
+        yield await unless_stopped(retry_forever(lambda: stack.enter_async_context(opened()), "connect"), stop)
 
 
 class Bus:
@@ -109,23 +107,19 @@ class Bus:
 
     Every call ends within a bounded time. It raises `BusError` if the server does not answer or the stream is full; the caller
     must then keep its message and try again. It raises `NotPermitted` if this user may not make the call. If messages have the
-    same `msg_id` within `duplicate_window_s`, only the first is stored. Use the iterators in `async with` blocks. They
-    wait without a time limit, and continue after a reconnection. Cancelling `anext` loses no message.
+    same `msg_id` within `duplicate_window_s`, only the first is stored. The iterators of `read_sequences` and `watch_...` need
+    an `async with` block. They wait without a time limit, and continue after a reconnection. Cancelling `anext` loses nothing.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
         self.connection, self.run, self.limits = connection, subjects.run, limits
         self._subjects = subjects
-        self._queue = PromptQueue(connection, subjects.prompts_stream)
+        self.queue = PromptQueue(connection, subjects.prompts_stream)
 
     @property
     def max_payload_bytes(self) -> int:
         """Maximum size of a message, including its headers. A message id takes up its own length and about 30 bytes more."""
         return self.connection.max_payload
-
-    async def close(self) -> None:
-        """Hand back prompt groups that were delivered but that `next_prompt` has not returned."""
-        await self._queue.close()
 
     async def create_streams(self, *, fresh: bool = False) -> None:
         """Create the streams and the membership bucket. Existing ones keep their contents and limits. Wait up to
@@ -156,7 +150,10 @@ class Bus:
         for wanted in stream_configs(subjects, self.limits):
             assert wanted.name is not None
             if (info := there[wanted.name]) is not None:
-                _warn_of_other_limits(info.config, wanted)
+                for what, field in (("number of replicas", "num_replicas"), ("limit in bytes", "max_bytes")):
+                    if (getattr(wanted, field) or -1) != (is_so := getattr(info.config, field) or -1):
+                        text = "%s keeps its %s of %s, although the run asks for %s; to change it, use `nats stream edit %s`"
+                        _log.warning(text, wanted.name, what, is_so, getattr(wanted, field), wanted.name)
                 continue
             with bus_errors(f"creating {wanted.name} at {self.connection.url}"):
                 await js.add_stream(wanted)
@@ -176,7 +173,7 @@ class Bus:
 
     async def next_prompt(self, timeout_s: float) -> PromptDelivery | None:
         """Take the next group from the work queue. Return None if none came within `timeout_s` (> 0)."""
-        return await self._queue.next(timeout_s)
+        return await self.queue.next(timeout_s)
 
     async def pending_prompts(self) -> dict[str, int]:
         """Return the positions of all unfinished groups by message id, in queue order, including groups that were delivered. A
@@ -190,8 +187,7 @@ class Bus:
 
     async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         """Publish a sequence and return its position in the log. Raises `PayloadTooLarge`, `BusError`."""
-        stream, subject = self._subjects.sequences_stream, self._subjects.sequences
-        return await self._store_once(stream, subject, payload, msg_id, headers)
+        return await self._store_once(self._subjects.sequences_stream, self._subjects.sequences, payload, msg_id, headers)
 
     def read_sequences(self, from_position: int) -> OrderedReader[LogEntry]:
         """Iterate over the log from `from_position` (>= 1), and wait for more at its end. Purged messages are left out."""
@@ -200,8 +196,7 @@ class Bus:
             msg_id = (message.headers or {}).get(MSG_ID, "")
             return LogEntry(message.metadata.sequence.stream, message.data, msg_id, headers_given(message))
 
-        stream = self._subjects.sequences_stream
-        return OrderedReader(self.connection, stream, log_entry, from_position=max(1, from_position))
+        return OrderedReader(self.connection, self._subjects.sequences_stream, log_entry, from_position=max(1, from_position))
 
     async def purge_sequences(self, below_position: int) -> None:
         """Remove the sequences below this position. Later sequences are numbered as if nothing had been removed."""
@@ -214,8 +209,8 @@ class Bus:
 
     async def empty(self) -> None:
         """Delete and recreate the streams of prompt groups and sequences, so that the server also forgets message ids. Later
-        messages continue the old numbering. Raises `NotPermitted` and `BusError`. After an error, call this method again, or
-        `create_streams`, to recreate a missing stream."""
+        messages continue the old numbering. Raises `NotPermitted` and `BusError`. After an error, call this method again: it
+        recreates a missing stream, whose numbering then begins at 1."""
         for stream in (self._subjects.prompts_stream, self._subjects.sequences_stream):
             if (info := await self._info(stream)) is not None:
                 with bus_errors(f"emptying {stream}"):
@@ -256,7 +251,7 @@ class Bus:
         await self._store(self._subjects.member(check_actor_name(actor)), payload, {})
 
     async def remove_member(self, actor: str) -> None:
-        await self._store(self._subjects.member(check_actor_name(actor)), b"", {"KV-Operation": "DEL"})
+        await self._store(self._subjects.member(actor), b"", {"KV-Operation": "DEL"})
 
     def watch_members(self) -> MemberWatch:
         """Iterate over the present members, then over every renewal, removal and expiry. A removal is reported once."""
@@ -271,7 +266,6 @@ class Bus:
             raise
 
     async def _store(self, subject: str, payload: bytes, headers: dict[str, str]) -> int:
-        """Publish a message, wait until it is stored, and return its position."""
         size = len(payload) + (_HEADER_FRAME_BYTES if headers else 0)
         size += sum(len(key) + len(value.encode()) + _FIELD_FRAME_BYTES for key, value in headers.items())
         if size > self.max_payload_bytes:
@@ -293,14 +287,6 @@ class Bus:
         return None
 
 
-def _warn_of_other_limits(there: StreamConfig, wanted: StreamConfig) -> None:
-    for what, field in (("number of replicas", "num_replicas"), ("limit in bytes", "max_bytes")):
-        is_so, asked_for = getattr(there, field), getattr(wanted, field)
-        if (asked_for or -1) != (is_so or -1):
-            text = "%s keeps its %s of %s, although the run asks for %s; to change it, use `nats stream edit %s`"
-            _log.warning(text, wanted.name, what, is_so, asked_for, wanted.name)
-
-
 _UNLIMITED = -1
 _SHORTEST_NOTICE_S = 1.0
 _MAX_ACTORS = 16_384
@@ -316,29 +302,19 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
     full stream refuses the next message. A full CONTROL still accepts a message no larger than the one that it replaces.
     """
     small = limits.max_bytes(1 / 16)
-
-    def config(name: str, subject: str, max_bytes: int, **more: Any) -> StreamConfig:
-        return StreamConfig(
-            name=name,
-            subjects=[subject],
-            max_bytes=max_bytes,
-            discard=DiscardPolicy.OLD if name == subjects.dead_stream else DiscardPolicy.NEW,
-            storage=StorageType.FILE,
-            num_replicas=limits.replicas,
-            duplicate_window=limits.duplicate_window_s,
-            **more,
-        )
-
+    common: dict[str, Any] = {"num_replicas": limits.replicas, "duplicate_window": limits.duplicate_window_s}
+    common |= {"discard": DiscardPolicy.NEW, "storage": StorageType.FILE}
     queue = {"retention": RetentionPolicy.WORK_QUEUE, "max_msgs": limits.prompts_max_messages}
+    log = {"max_msgs": limits.sequences_max_messages}
     last = {"max_msgs_per_subject": 1, "max_consumers": _MAX_ACTORS}
-    return [
-        config(subjects.prompts_stream, subjects.prompts, limits.max_bytes(1 / 8), **queue),
-        config(
-            subjects.sequences_stream, subjects.sequences, limits.sequences_max_bytes, max_msgs=limits.sequences_max_messages
-        ),
-        config(subjects.control_stream, subjects.control_all, small, **last),
-        config(subjects.dead_stream, subjects.dead, small, max_msgs=limits.dead_max_messages),
-    ]
+    newest = {"max_msgs": limits.dead_max_messages, "discard": DiscardPolicy.OLD}
+    streams: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+        (subjects.prompts_stream, subjects.prompts, limits.max_bytes(1 / 8), queue),
+        (subjects.sequences_stream, subjects.sequences, limits.sequences_max_bytes, log),
+        (subjects.control_stream, subjects.control_all, small, last),
+        (subjects.dead_stream, subjects.dead, small, newest),
+    )
+    return [StreamConfig(name=name, subjects=[one], max_bytes=most, **(common | more)) for name, one, most, more in streams]
 
 
 def actors_consumer(limits: StreamLimits) -> ConsumerConfig:

@@ -29,7 +29,7 @@ from nats.aio.subscription import Subscription
 
 from pipelinerl.bus.permissions import inbox_prefix
 from pipelinerl.errors import BusError, FieldError, NotPermitted
-from pipelinerl.service.tls import CA, CERTIFICATE, KEY, check_ca, check_pair, read_file
+from pipelinerl.service.tls import CA, CERTIFICATE, present, read_file, trust
 
 _log = logging.getLogger(__name__)
 
@@ -57,18 +57,11 @@ def tls_context(tls_dir: Path | None) -> ssl.SSLContext:
     if tls_dir is None:
         return ssl.create_default_context()
     read_file(tls_dir / CA, _TLS_DIR)
-    check_ca(tls_dir, _TLS_DIR)
-    context = ssl.create_default_context(cafile=tls_dir / CA)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trust(context, tls_dir, _TLS_DIR)
     if (tls_dir / CERTIFICATE).exists():
-        check_pair(tls_dir, _TLS_DIR)
-        context.load_cert_chain(tls_dir / CERTIFICATE, tls_dir / KEY)
+        present(context, tls_dir, _TLS_DIR)
     return context
-
-
-def _user_in(url: str) -> str:
-    with contextlib.suppress(ValueError):  # a malformed URL is reported when it is used
-        return urlsplit(url.split(",")[0]).username or ""
-    return ""
 
 
 _RECONNECT_WAIT_S = 0.5
@@ -153,8 +146,10 @@ class Connection(Client):
         self.url, self.request_timeout_s = redacted(url), request_timeout_s
         self._urls, self._credentials, self._tls_dir = url.split(","), credentials, tls_dir
         self._login, self._context = read_login(credentials), tls_context(tls_dir)
-        self.user = self._login.get("user") or _user_in(url)
+        self.user = self._login.get("user", "")
         """Name of the user; empty if a .creds file is used or no login is given."""
+        with contextlib.suppress(ValueError):  # a malformed URL is reported when it is used
+            self.user = self.user or urlsplit(self._urls[0]).username or ""
         self._requires_tls = tls_dir is not None or any(server.strip().lower().startswith("tls://") for server in self._urls)
         self.js = self.jetstream(timeout=request_timeout_s)
         self.pullers: set[Puller] = set()
@@ -168,19 +163,15 @@ class Connection(Client):
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
         """Connect, and reconnect until the block ends. Raises `BusError` with the url if no server answers within
         `timeout_s`, or if a login or certificate is refused. Raises `NotPermitted` if this user may not receive answers."""
-        with _no_notice_of_tls_ends():
-            try:
-                await self._open(name, timeout_s)
-                await self._subscribe_answers()
-                yield
-            finally:
-                if self.options:  # empty if nats-py refused the URL: then nothing is open
-                    with contextlib.suppress(OSError):  # the server is gone already
-                        await self.close()
-
-    @property
-    def max_payload(self) -> int:
-        return self._max_payload
+        logging.getLogger("asyncio").addFilter(_is_worth_telling)
+        try:
+            await self._open(name, timeout_s)
+            await self._subscribe_answers()
+            yield
+        finally:
+            if self.options:  # empty if nats-py refused the URL: then nothing is open
+                with contextlib.suppress(OSError):  # the server is gone already
+                    await self.close()
 
     async def wait_connected(self, timeout_s: float | None = None) -> None:
         """Wait for a connection. Raises `BusError` if there is none within `timeout_s`, by default `request_timeout_s`."""
@@ -311,7 +302,6 @@ class Connection(Client):
         return f"{_reason(error)} (trusted: {trusted})"
 
     async def _on_disconnect(self) -> None:
-        """Fail the open requests, whose answers are lost."""
         self._connected.clear()
         for _subject, answer in self._waiting.values():
             _fail(answer, nats.errors.Error("connection lost before the answer"))
@@ -360,8 +350,8 @@ class Connection(Client):
 
 
 class Puller(ABC):
-    """Base class of readers that request messages from a stream's consumer and wait for them at an inbox. A wait ends early if
-    the connection is lost or the server refuses the request."""
+    """Base class of readers that request messages from a stream's consumer and wait for them at an inbox. A wait ends early
+    after a reconnection, or if the server refuses the request."""
 
     def __init__(self, connection: Connection, stream: str, consumer: str = "") -> None:
         self._connection, self._stream, self._consumer = connection, stream, consumer
@@ -377,7 +367,7 @@ class Puller(ABC):
     async def _on_message(self, message: Msg) -> None: ...
 
     def on_refusal(self, lowered: str) -> None:
-        """Raise `NotPermitted` in the waiting task if this reader's requests use the refused subject (`lowered`)."""
+        """Raise `NotPermitted` in the waiting task if this reader's requests use the refused subject, given in lower case."""
         if lowered == self._asked.lower():
             self._error = NotPermitted(self._connection.user, self._asked)
             self._woken.set()
@@ -420,16 +410,6 @@ def _fail(answer: asyncio.Future[Msg], error: Exception) -> None:
         answer.set_exception(error)
 
 
-@contextlib.contextmanager
-def _no_notice_of_tls_ends() -> Iterator[None]:
-    """Hide the harmless warning that asyncio logs whenever a TLS connection of nats-py ends."""
-
-    def is_worth_telling(record: logging.LogRecord) -> bool:
-        return "eof_received() has no effect" not in record.getMessage()
-
-    asyncio_log = logging.getLogger("asyncio")
-    asyncio_log.addFilter(is_worth_telling)
-    try:
-        yield
-    finally:
-        asyncio_log.removeFilter(is_worth_telling)
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    """Return False for the harmless warning that asyncio logs whenever a TLS connection of nats-py ends."""
+    return "eof_received() has no effect" not in record.getMessage()

@@ -24,19 +24,16 @@ _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _API = "$JS.API"
 
 
-Permissions = dict[str, list[str]]
-"""Subjects that a user may `publish` to and `subscribe` to. All others are refused."""
-
-
 def inbox_prefix(user: str) -> str:
     """Return the prefix of a user's inboxes, `_INBOX_<user>`. Only this user and ADMIN may read them. For a name that is
     empty or cannot be part of a subject, return NATS's default prefix."""
     return f"_INBOX_{user}" if _TOKEN.fullmatch(user) else "_INBOX"
 
 
-def permissions(*runs: str) -> dict[str, Permissions]:
-    """Return the permissions of each user of the runs. Raises `FieldError` for an invalid run name."""
-    found = dict[str, Permissions]()
+def permissions(*runs: str) -> dict[str, dict[str, list[str]]]:
+    """Return the subjects to which each user of the runs may `publish` and `subscribe`. All others are refused. Raises
+    `FieldError` for an invalid run name."""
+    found = dict[str, dict[str, list[str]]]()
     for run in runs:
         subjects, prefix = Subjects(run), f"{run}-" if len(runs) > 1 else ""
         for user, publish in ((f"{prefix}{TRAINER}", _trainer(subjects)), (f"{prefix}{ACTOR}", _actor(subjects))):
@@ -65,17 +62,13 @@ def _trainer(subjects: Subjects) -> list[str]:
         *(subjects.control(kind) for kind in FROM_TRAINER),
         *(subjects.control(kind, "*") for kind in TO_ONE_ACTOR),
         f"{_API}.INFO",
-        *(f"{_API}.STREAM.CREATE.{stream}" for stream in subjects.every_stream),
-        *(f"{_API}.STREAM.INFO.{stream}" for stream in subjects.every_stream),
+        *(f"{_API}.STREAM.{call}.{stream}" for call in ("CREATE", "INFO") for stream in subjects.every_stream),
         f"{_API}.CONSUMER.INFO.{queue}",
         f"{_API}.CONSUMER.DURABLE.CREATE.{queue}",
-        f"{_API}.STREAM.MSG.GET.{subjects.prompts_stream}",
-        f"{_API}.STREAM.MSG.GET.{subjects.dead_stream}",
+        *(f"{_API}.STREAM.MSG.GET.{stream}" for stream in (subjects.prompts_stream, subjects.dead_stream)),
         f"{_API}.STREAM.PURGE.{subjects.sequences_stream}",
         *(f"{_API}.STREAM.DELETE.{stream}" for stream in (subjects.prompts_stream, subjects.sequences_stream)),
-        *_reading(subjects.sequences_stream),
-        *_reading(subjects.control_stream),
-        *_reading(subjects.members_stream),
+        *_reading(subjects.sequences_stream, subjects.control_stream, subjects.members_stream),
         f"$O.{subjects.weights_bucket}.>",
         *(f"{_API}.STREAM.{call}.{subjects.weights_stream}" for call in ("CREATE", "INFO", "PURGE", "MSG.GET")),
         *_reading(subjects.weights_stream),
@@ -103,9 +96,10 @@ def _actor(subjects: Subjects) -> list[str]:
     ]
 
 
-def _reading(stream: str) -> tuple[str, ...]:
-    """Return the subjects to which `OrderedReader` publishes to read `stream` through an ephemeral consumer."""
-    return (f"{_API}.CONSUMER.CREATE.{stream}", f"{_API}.CONSUMER.MSG.NEXT.{stream}.*", f"{_API}.CONSUMER.DELETE.{stream}.*")
+def _reading(*streams: str) -> list[str]:
+    """Return the subjects to which `OrderedReader` publishes to read `streams` through ephemeral consumers."""
+    calls = ("CREATE.{}", "MSG.NEXT.{}.*", "DELETE.{}.*")
+    return [f"{_API}.CONSUMER.{call.format(stream)}" for stream in streams for call in calls]
 
 
 def main() -> int:

@@ -12,15 +12,13 @@ from pipelinerl.errors import FieldError
 Headers = Mapping[str, str]
 """Headers of a message, as the publisher gave them. Names that begin with `Nats-` are reserved for the bus."""
 NO_HEADERS: Headers = MappingProxyType({})
-
-
 _LEAST_BOUND_BYTES = 1024**2
 
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """Limits of a run's streams, fixed at their creation. Publishing to a full stream raises `BusError` with the limit. A full
-    DEAD drops its oldest message instead."""
+    """Limits of a run's streams, fixed at their creation. Publishing to a full stream raises `BusError`. A full DEAD drops its
+    oldest message instead."""
 
     prompts_max_messages: int = 100_000
     sequences_max_bytes: int = 8 * 1024**3

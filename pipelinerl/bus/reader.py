@@ -1,8 +1,7 @@
 """Readers of streams: an iterator over a stream, a list of its stored messages, a watch on members, and the work queue.
 
 `OrderedReader` reads from an ephemeral pull consumer without acknowledgements. After a reconnection, a restart of the server,
-missing heartbeats or a gap, it continues with a new consumer after the last message received. nats-py's own ordered consumer
-is not used, because it answers flow control only every 250 ms and drops messages that it cannot buffer.
+missing heartbeats or a gap, it continues with a new consumer after the last message received.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ async def stored_messages(connection: Connection, stream: str, subject: str) -> 
 
 
 async def _walk(connection: Connection, stream: str, subject: str, start: int, end: int) -> list[RawStreamMsg]:
-    """Return the messages at positions in [start, end)."""
     found: list[RawStreamMsg] = []
     with bus_errors(f"looking into {stream} at {connection.url}"):
         while start < end:
@@ -106,7 +104,7 @@ _PULL_ENDED = ("408", "409")
 class OrderedReader(Puller, Generic[_Item]):
     """Async iterator over the messages of one stream, without gaps, each converted by `convert`. Use it in an `async with`
     block. At the end of the stream, it waits for new messages. Cancelling `anext` loses no message. Raises `BusError` if the
-    stream does not exist or was deleted, and `NotPermitted` if this user may not read it."""
+    stream is missing, or if the server does not answer at the start of the block; `NotPermitted` if this user may not read."""
 
     def __init__(
         self,
@@ -130,11 +128,7 @@ class OrderedReader(Puller, Generic[_Item]):
         self._lost = False
 
     async def __aenter__(self) -> OrderedReader[_Item]:
-        try:
-            await self._attach()
-        except BaseException:  # even a cancellation, because no `__aexit__` follows
-            await self._detach()
-            raise
+        await self._attach()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -208,6 +202,7 @@ class OrderedReader(Puller, Generic[_Item]):
                 self._consumer = (await self._connection.js.add_consumer(self._stream, config)).name
         except BaseException:  # even a cancellation; the next `anext` then attaches again
             self._lost = True
+            await self._detach()
             raise
 
     async def _detach(self) -> None:
@@ -344,7 +339,7 @@ class PromptDelivery:
 
     async def _answer(self, word: bytes) -> None:
         await self._connection.wait_connected()
-        with bus_errors(f"request on {self._reply}"):
+        with bus_errors(f"answering the delivery of prompt group {self.msg_id}"):
             await self._connection.request(self._reply, word)
 
 

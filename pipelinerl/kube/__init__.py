@@ -1,2 +1,2 @@
 """Kubernetes: calls to its API by the trainer and by people who submit runs, the page of a release, and checks of the chart's
-values. Other modules decide what the end of a pod means for a run."""
+values."""

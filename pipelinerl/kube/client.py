@@ -108,7 +108,7 @@ DETAIL_CHARACTERS = 300
 
 class KubeClient:
     """Access to one namespace with the rights of the pod's ServiceAccount, whose folder has `token` and `ca.crt`. A context
-    manager, which closes its connections. Calls raise `KubeError`; with `insists`, they are repeated until accepted."""
+    manager, which closes its connections. Calls raise `KubeError`. With `insists`, all but watches are repeated instead."""
 
     def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S, insists: bool = False) -> None:
         self.namespace = namespace
@@ -151,14 +151,12 @@ class KubeClient:
                 return await self._respond(WATCH_PODS, **options, _request_timeout=WATCH_S + self._request_s)
 
     async def _load_account(self, configuration: Any) -> None:
-        """Read the server's address and CA, and the account's token."""
         from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 
         loader = InClusterConfigLoader(str(self._service_account / "token"), str(self._service_account / "ca.crt"))
         loader.load_and_set(configuration)
 
     async def _connection(self) -> Any:
-        """Return the library's `ApiClient`, and make it first if there is none."""
         if self._api is None:
             client = await asyncio.to_thread(importlib.import_module, "kubernetes.aio.client")  # takes about a second
             configuration = client.Configuration()
@@ -203,8 +201,7 @@ class KubeClient:
 
 def in_cluster(settings: TrainerSettings, *, insists: bool = False) -> KubeClient | None:
     """Return a client, or None outside Kubernetes. Sends nothing yet."""
-    account = settings.service_account_dir
-    return KubeClient(settings.pod_namespace, account, insists=insists) if settings.pod_namespace else None
+    return KubeClient(settings.pod_namespace, settings.service_account_dir, insists=insists) if settings.pod_namespace else None
 
 
 class PersonClient(KubeClient):

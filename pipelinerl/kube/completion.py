@@ -1,11 +1,12 @@
 """The end of a run on a cluster: free the GPUs, keep the report, and publish a state that others can wait for.
 
 Others read the state in a ConfigMap of the release: `data.phase` is `Running`, `Finished` or `Failed`, and other keys show the
-progress. At the end, the actors are scaled to zero first and the trainer last. The number of actors is kept in the ConfigMap,
-so that the run can continue. Scaling through the subresource leaves no field manager, so a later upgrade has no conflict.
+progress. At the end, unless all pods are kept, the actors are scaled to zero first and the trainer last. The ConfigMap keeps
+the number of actors, so that the run can continue. Scaling through the subresource leaves no field manager, so a later upgrade
+has no conflict.
 
-A trainer that restarts in the middle does everything again. Calls are repeated until the API accepts them. Only calls that
-publish progress are not repeated.
+A trainer that restarts in the middle does everything again. Calls are repeated until the API accepts them, except that progress
+is tried once and a failure for `FAILURE_TOLD_WITHIN_S`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m pipelinerl.kube.page --trainer HOST:PORT --report FILE --names runs.example.com
 
-The server holds no credentials and mounts no volume of the run, so its visitors reach nothing of the trainer but its page.
+The server holds no credentials and mounts no volume of the run. So visitors can reach nothing of the trainer except its page.
 Neither this server nor the trainer's page authenticates visitors. The Ingress must do that.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
 
-from pipelinerl.service.http import LOCAL_NAMES, PROBED, guard_hosts, health_app, serve_http
+from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness, exit_code, leave, stop_event
 
 log = logging.getLogger(__name__)
@@ -66,12 +66,11 @@ def main() -> int:
     parser.add_argument("--report", required=True, type=Path, metavar="FILE", help="report.html.gz; the file may appear later")
     parser.add_argument("--names", default="localhost", help="host names that browsers use for it, separated by commas")
     args = parser.parse_args()
-    names = args.names.split(",")
 
     async def serve() -> None:
-        app = guard_hosts(page_app(args.trainer, args.report), {*LOCAL_NAMES, *names}, PROBED)
+        app = page_app(args.trainer, args.report)
         with stop_event() as stop:
-            async with serve_http(app, args.host, 8080, names=names):
+            async with serve_http(app, args.host, 8080, names=args.names.split(",")):
                 await stop.wait()
 
     return exit_code(lambda: asyncio.run(serve()))

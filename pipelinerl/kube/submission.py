@@ -160,9 +160,6 @@ async def remove(release: Release) -> None:
     await release.client.delete(kube.LIST_CLAIMS, release.claims)
 
 
-# --- what objects say: pure -------------------------------------------------------------------------------------------
-
-
 def labels_of(item: Object) -> dict[str, str]:
     return item["metadata"].get("labels") or {}
 
@@ -234,9 +231,6 @@ class Look:
             state.phase = "; ".join(f"{name}: {why}" for name, why in waiting.items() if why) or "waiting for the trainer's pod"
 
 
-# --- watching ---------------------------------------------------------------------------------------------------------
-
-
 async def look(release: Release) -> Look:
     """Return the release as it is now. Raises `ServiceError` if it does not exist, or if its run publishes no state."""
     if not (found := await run_states(release.client, f"{RUNS},{release.selector}")):
@@ -291,8 +285,6 @@ async def _channel(release: Release, seen: Look, target: str) -> Channel:
     return open_channel(target, certificates, f"{seen.prefix}-trainer", [("grpc.max_reconnect_backoff_ms", 5000)])
 
 
-# --- fetching ---------------------------------------------------------------------------------------------------------
-
 FILES = ("recipe.yaml", "lineage.json", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoint")
 """Files of the run from which the report is made, and the folder of the trained model."""
 _FOLDER = "/var/lib/pipelinerl/runs"  # on the trainer's volume
@@ -304,7 +296,8 @@ _SHOWN_BYTES = 16 * 2**20  # after which the progress is shown again
 
 async def fetch(release: Release, seen: Look, folder: Path) -> Path:
     """Fetch the run's files into `folder`, write the report there, and return its path. A file that an earlier try fetched in
-    part is continued. Raises `ServiceError` if a file is wrong or nothing arrives for `_GIVE_UP_S`, else `KubeError`."""
+    part is continued. Raises `ServiceError` if a file is wrong or has no room, or if nothing arrives for `_GIVE_UP_S`. Raises
+    `KubeError` if a right is missing or the pod is gone, and `FieldError` if the folder has other files."""
     before, since_s = -1, 0.0
     while True:
         try:

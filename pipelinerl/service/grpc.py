@@ -25,7 +25,7 @@ MAX_MESSAGE_BYTES = 256 * 1024**2
 STOP_GRACE_S = 5.0
 CONNECTION_AGE_S = 300.0
 """Seconds after which a client must connect again; running calls continue. The client then finds new servers behind the name,
-and both sides present renewed certificates."""
+and the server presents a renewed certificate."""
 _DETAILS_CHARACTERS = 300
 
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
@@ -126,7 +126,8 @@ async def serve_grpc(
 async def serve_calls(
     settings: ServiceSettings, register: Callable[[aio.Server], None], service: str, http_port: int
 ) -> AsyncIterator[ServiceAddress]:
-    """Serve a service's calls at the address in its settings, announce its addresses, and yield them. Raises `ServiceError`."""
+    """Serve a service's calls at the address in its settings, announce its addresses, and yield them. Raises `ServiceError` if
+    the port cannot be used, and `FieldError` if a certificate cannot."""
     credentials = server_credentials(settings.tls_dir)
     async with serve_grpc(register, [service], settings.grpc_host, settings.grpc_port, credentials=credentials) as port:
         yield announce(settings, port, http_port)

@@ -15,6 +15,7 @@ import ipaddress
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -40,10 +41,16 @@ _KEEP_ALIVE_S = 75
 """Seconds until the server closes an idle connection. Most clients close it earlier, so few send a request on a closed one."""
 
 
-def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str]) -> ASGIApp:
-    """Answer a request only if its path is in `open_paths`, or the host in its Host header is in `names`."""
-    known = frozenset(name.lower() for name in names)
-    asked_for = ", ".join(sorted(known))
+def guard_hosts(app: ASGIApp, host: str, names: Collection[str] = ()) -> ASGIApp:
+    """Refuse requests whose Host header is not the interface `host`, a name of this machine or one of `names`. Some paths are
+    always answered: `/healthz` on a loopback interface, else those in `PROBED`. Without `names`, guard only loopback."""
+    is_local = host == "localhost"
+    with contextlib.suppress(ValueError):  # a name
+        is_local = is_local or ipaddress.ip_address(host).is_loopback
+    if not (is_local or names):
+        return app
+    known = frozenset(name.lower() for name in (*LOCAL_NAMES, bracketed(host), *names))
+    open_paths, asked_for = [HEALTH] if is_local else PROBED, ", ".join(sorted(known))
     refusal = f"refused: the Host header of this request names another server; use one of these names: {asked_for}\n"
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,16 +68,6 @@ def guard_hosts(app: ASGIApp, names: Collection[str], open_paths: Collection[str
 def bracketed(host: str) -> str:
     """Return a host in the form of a Host header, with an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether this is the name or address of an interface that only this machine can reach."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def health_app(readiness: Readiness, registry: CollectorRegistry, *, loop_watch: Callable[[], float] = lambda: 0.0) -> FastAPI:
@@ -103,12 +100,11 @@ async def serve_http(
 ) -> AsyncIterator[int]:
     """Serve `app` and yield the bound port (`port` 0 = any free one). At the end, open requests have two seconds to finish.
 
-    `names`: further hosts that a Host header may name if `host` is a loopback interface. `on_this_loop`: run the application on
-    this event loop, because it shares data with other work there. Otherwise it runs on another thread, and answers even while
-    this loop is blocked. Raises `ServiceError` if the port cannot be bound or the application does not start.
+    `names`: as for `guard_hosts`. `on_this_loop`: run the application on this event loop, because it shares data with other
+    work there. Otherwise it runs on another thread, and answers even while this loop is blocked. Raises `ServiceError` if the
+    port cannot be bound or the application does not start.
     """
-    if is_loopback(host):
-        app = guard_hosts(app, {*LOCAL_NAMES, bracketed(host), *names}, {HEALTH})
+    app = guard_hosts(app, host, names)
     with contextlib.closing(_bind(host, port)) as listener:
         # Connections inherit this option, which asyncio does not set on this socket. Without it, a response's body waits 40 ms
         # for the acknowledgement of its head.
@@ -121,7 +117,7 @@ async def serve_http(
             thread.start()
             serving = asyncio.create_task(asyncio.to_thread(thread.join))
         try:
-            if not await server.up:
+            if not await asyncio.wrap_future(server.up):
                 raise ServiceError("the HTTP application did not start; its traceback is in the log")
             yield listener.getsockname()[1]
         finally:
@@ -141,7 +137,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """A uvicorn server that installs no signal handlers, and notifies the caller's loop when it has started."""
+    """A uvicorn server that installs no signal handlers. `up`: whether it has started, once this is known."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(
@@ -157,8 +153,8 @@ class _EmbeddedServer(uvicorn.Server):
                 h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
             )
         )
-        self._callers_loop = asyncio.get_running_loop()
-        self.up: asyncio.Future[bool] = self._callers_loop.create_future()
+        self.up = Future[bool]()
+        self.up.set_running_or_notify_cancel()  # so that cancelling a waiting task does not cancel it
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -168,8 +164,4 @@ class _EmbeddedServer(uvicorn.Server):
         with contextlib.suppress(SystemExit):  # uvicorn raises it if the application's lifespan fails
             await super().startup(sockets)
         self.should_exit = self.should_exit or not self.started
-        self._callers_loop.call_soon_threadsafe(self._tell)
-
-    def _tell(self) -> None:
-        if not self.up.done():  # done if the waiting caller was cancelled
-            self.up.set_result(self.started)
+        self.up.set_result(self.started)

@@ -28,8 +28,6 @@ _LEAST_LEVEL = {
     "torchao": logging.ERROR,
     "torch.utils._pytree": logging.ERROR,
 }
-
-
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -138,8 +136,8 @@ _LONGEST = 400
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """Return `text` on one line of at most 400 characters, with `***` for each login in an address and each value of a secret
-    variable. A variable is secret if its name says so, or if its name ends with URL or URI and it contains a login. Pure."""
+    """Return `text` on one line of at most 400 characters. `***` replaces each login in an address, and each value of a secret
+    variable if it has over 3 characters. A variable is secret if its name says so or it is an address with a login. Pure."""
     secrets = [
         value
         for name, value in environment.items()

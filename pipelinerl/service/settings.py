@@ -18,7 +18,7 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 def read_settings(kind: type[Settings]) -> Settings:
-    """Read settings from the environment. Raises `UserError` naming each variable, its value and the problem."""
+    """Read settings from the environment. Raises `UserError` with each wrong variable, its value and the problem."""
     from_environment: Callable[[], Settings] = kind
     try:
         return from_environment()
@@ -31,8 +31,21 @@ def read_settings(kind: type[Settings]) -> Settings:
         raise UserError("\n".join(lines)) from error
 
 
-class ServiceSettings(BaseSettings):
+class StreamsSettings(BaseSettings):
+    """How to reach a run's streams. Commands use these defaults; in a pod of the run, its service's variables apply."""
+
     model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
+
+    run: str = Field("", description="Name of the run.")
+    nats_url: str = Field("", description="NATS servers of the run, separated by commas; empty = none is known.")
+    nats_credentials: Path | None = Field(None, description="File with `user:password` or a NATS .creds file.")
+    nats_tls_dir: Path | None = None
+    """Folder with ca.crt, and with tls.crt and tls.key if the server asks for a certificate. None = the machine's own CAs, for
+    a tls:// address."""
+
+
+class ServiceSettings(BaseSettings):
+    model_config = StreamsSettings.model_config
 
     run: str = Field(description="Name of the run, with which its NATS subjects begin.")
     recipe: Path = Field(description="File with the resolved recipe, in YAML.")
@@ -49,12 +62,8 @@ class ServiceSettings(BaseSettings):
     """Folder with tls.crt, tls.key and ca.crt, with which both sides of gRPC identify themselves. None = plain text."""
 
 
-class BusSettings(ServiceSettings):
+class BusSettings(ServiceSettings, StreamsSettings):
     nats_url: str = Field("nats://127.0.0.1:4222", description="NATS servers of the run, separated by commas.")
-    nats_credentials: Path | None = Field(None, description="File with `user:password` or a NATS .creds file.")
-    nats_tls_dir: Path | None = None
-    """Folder with ca.crt, and with tls.crt and tls.key if the server asks for a certificate. None = the machine's own CAs, for
-    a tls:// address."""
 
 
 class PolicySettings(BusSettings):
@@ -86,8 +95,9 @@ class TrainerSettings(PolicySettings):
     linger: bool = False
     """Stay up after the run's end until a signal, because a StatefulSet restarts a process that exits."""
     on_completion: Literal["keep", "release", "exit"] = "keep"
-    """What a finished run keeps on Kubernetes. keep: all pods. release: only its report. exit: nothing."""
-    release: str = Field("", description="Prefix of the names of this release's objects; empty = not started by the chart.")
+    """What a finished run keeps on Kubernetes. keep: all its pods. release: no actors and no trainer, but a Secret with the
+    report. exit: no actors and no trainer."""
+    release: str = Field("", description="Prefix of the names of this release's objects; empty = without the Kubernetes API.")
     page: bool = False
     """Serve the live page at http_port. Anyone who can reach it can read prompts and completions."""
     page_hosts: str = ""
@@ -103,7 +113,6 @@ class TrainerSettings(PolicySettings):
     weights_max_gib: float = Field(8.0, gt=0, description="Maximum size of a weight log in NATS, GiB.")
     transfer_host: str = Field("127.0.0.1", min_length=1, description="Interface of the store for joining transfer groups.")
     transfer_port: int = Field(0, ge=0, le=65535, description="Port of this store; 0 = any free port.")
-
     nodes: int = Field(1, ge=1, description="Number of the trainer's pods, each of which starts its own ranks.")
     node: int = Field(0, ge=0, description="Index of this pod among these; node 0 has rank 0.")
     ranks_per_node: int = Field(0, ge=0, description="Number of ranks that a node starts, one per GPU; 0 = as in the recipe.")
@@ -129,17 +138,6 @@ class VerifierSettings(ServiceSettings):
     private_dir: Path | None = Field(None, description="Folder that sandboxed code cannot read, such as runs/.")
     max_episodes: int = Field(512, ge=1, le=100_000, description="Maximum number of running episodes; more are refused, too.")
     reward_modules: Path | None = Field(None, description="Folder in which workers look for modules first, before PYTHONPATH.")
-
-
-class StreamsSettings(BaseSettings):
-    """Defaults for commands that read a run's streams. In a pod of the run, its service's variables supply them."""
-
-    model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
-
-    run: str = Field("", description="Name of the run.")
-    nats_url: str = Field("", description="NATS servers of the run, separated by commas; empty = none is known.")
-    nats_credentials: Path | None = Field(None, description="File with `user:password` or a NATS .creds file.")
-    nats_tls_dir: Path | None = Field(None, description="Folder with ca.crt, and tls.crt and tls.key where needed.")
 
 
 class ServiceAddress(BaseModel, frozen=True):

@@ -17,8 +17,8 @@ from pipelinerl.errors import FieldError
 log = logging.getLogger(__name__)
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
-_MOST_HANDSHAKE_TURNS = 10
-"""Maximum number of rounds of a TLS handshake in memory. Three are enough."""
+_HANDSHAKE_ROUNDS = 10
+"""Rounds of a TLS handshake in memory. It ends after three, and further rounds do nothing."""
 Role = Literal["client", "server"]
 
 
@@ -32,11 +32,9 @@ class Certificates:
 
 
 def read_certificates(folder: Path, role: Role) -> Certificates:
-    """Read the files in `folder` and check them for `role`. Raises `FieldError` on `tls_dir`, naming the file at fault, if a
-    file cannot be read, or if the certificate has expired, does not match the key or is not signed by the CA in `ca.crt`."""
+    """Read the files in `folder` and check them for `role`. Raises `FieldError` on `tls_dir` with the file at fault: it cannot
+    be read, or the certificate has expired, does not match the key or is not signed by the CA in `ca.crt`."""
     found = Certificates(*(read_file(folder / name, "tls_dir") for name in (CERTIFICATE, KEY, CA)))
-    check_pair(folder, "tls_dir")
-    check_ca(folder, "tls_dir")
     try:
         _shake_hands(folder, role)
     except ssl.SSLCertVerificationError as error:
@@ -54,19 +52,19 @@ def read_file(file: Path, field: str) -> bytes:
         raise FieldError(field, str(file), f"cannot be read: {error.strerror}") from error
 
 
-def check_ca(folder: Path, field: str) -> None:
-    """Raise `FieldError` unless ca.crt holds a certificate."""
+def trust(context: ssl.SSLContext, folder: Path, field: str) -> None:
+    """Have `context` trust the folder's ca.crt. Raises `FieldError` on `field` if that file holds no certificate."""
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(folder / CA)
+        context.load_verify_locations(folder / CA)
     except OSError as error:
         reason = getattr(error, "reason", None) or error
         raise FieldError(field, str(folder / CA), f"holds no certificate in PEM: {reason}") from error
 
 
-def check_pair(folder: Path, field: str) -> None:
-    """Raise `FieldError` unless tls.key is the key of tls.crt."""
+def present(context: ssl.SSLContext, folder: Path, field: str) -> None:
+    """Have `context` present the folder's tls.crt. Raises `FieldError` on `field` unless tls.key is its key."""
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
     except (OSError, ValueError) as error:  # TLS errors are OSErrors, and so is the error for a missing file
         reason = getattr(error, "reason", None) or error
         raise FieldError(field, str(folder / CERTIFICATE), f"does not match {KEY}: {reason}") from error
@@ -112,24 +110,20 @@ def _no_password() -> str:
 
 
 def _shake_hands(folder: Path, role: Role) -> None:
-    """Perform a TLS handshake between two ends in memory. Raises `ssl.SSLCertVerificationError` as a peer would."""
+    """Perform a TLS handshake between two ends in memory. Raises `ssl.SSLCertVerificationError` as a peer would, and
+    `FieldError` for files that do not load."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_mode = ssl.CERT_REQUIRED if role == "server" else ssl.CERT_NONE
     server.verify_mode = ssl.CERT_NONE if role == "server" else ssl.CERT_REQUIRED
     for context in (server, client):
-        context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
-        context.load_verify_locations(folder / CA)
+        present(context, folder, "tls_dir")
+        trust(context, folder, "tls_dir")
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = (client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True))
-    for _ in range(_MOST_HANDSHAKE_TURNS):
-        done = 0
-        for side in sides:
-            with contextlib.suppress(ssl.SSLWantReadError):
-                side.do_handshake()
-                done += 1
-        if done == len(sides):
-            return
+    for side in sides * _HANDSHAKE_ROUNDS:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
 
 
 def server_credentials(tls_dir: Path | None) -> grpc.ServerCredentials | None:

@@ -195,9 +195,6 @@ def _as_tensor(raw: Tensor, spec: ParameterSpec, manifest: Manifest) -> Tensor:
     return raw.view(getattr(torch, manifest.sent_dtype(spec))).view(tuple(spec.shape))
 
 
-# --- Reusable memory, and prefetching ----------------------------------------------------------------------------------
-
-
 class ReusedMemory:
     """Host memory that is reused once no tensor refers to it, because allocating new pages takes longer than filling them.
 

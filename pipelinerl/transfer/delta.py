@@ -1,13 +1,14 @@
 """Objects of the weight log as bytes: anchors, which are safetensors files, and lossless deltas from one version to another.
 
-An anchor's header follows from manifest and version, so a reader only compares it. A delta has one record per chunk of the
-manifest: the number of bytes that follow (0 if the chunk is unchanged), two counts, and a block compressed by zstd. The counts
-are those of the block's words and bytes of gaps. A word has 2 bytes in a chunk with a 16-bit tensor, else 4. The block holds
-the gaps before the changed words, then each word's old XOR new value, all lowest bytes first. A gap of n words has n // 255
-bytes of 255, then one byte n % 255. If over a quarter of the words changed, the block has no gaps, but the XORs of all words.
+An anchor's header follows from manifest and version, so a reader only compares it. A delta has a header, then one record per
+chunk of the manifest: the number of bytes that follow (0 if the chunk is unchanged), two counts, and a block compressed by
+zstd. The counts are those of the block's words and bytes of gaps. A word has 2 bytes in a chunk with a 16-bit tensor, else 4.
+The block holds the gaps before the changed words, then each word's old XOR new value, all lowest bytes first. A gap of n words
+has n // 255 bytes of 255, then one byte n % 255. If over a quarter of the words changed, the block has no gaps, but the XORs
+of all words.
 
-The device that holds the versions finds the changed words, and only the block's words are copied to the host. Compressing and
-decoding take one core, in calls that release the GIL. Decoding checks sizes before it allocates memory.
+The device that holds the versions finds the changed words. Only the block's words and their positions are copied to the host.
+Compressing and decoding take one core, in calls that release the GIL. Decoding checks sizes before it allocates memory.
 """
 
 from __future__ import annotations

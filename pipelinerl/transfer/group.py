@@ -1,6 +1,6 @@
 """A collective group for one epoch of weight transfer. Rank 0 is the trainer, and the other ranks receive.
 
-Ranks build a group through a key-value store that the trainer hosts, without torch's global process group, so that several
+Ranks build a group through a key-value store that the trainer hosts. They do not use torch's global process group, so several
 groups can coexist in one process. Every wait has a deadline. A group that failed is unusable: close it, agree on a new epoch
 and build another. Neither the store nor Gloo authenticates peers (docs/security.md).
 
@@ -191,9 +191,8 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[name]
-            else:
+            del os.environ[name]
+            if before is not None:
                 os.environ[name] = before
 
 
@@ -243,8 +242,8 @@ class WeightGroup:
         """Connect to the other `spec.world - 1` ranks.
 
         `given_up` ends the wait of this rank, or of all ranks if this is rank 0. With NCCL, it also ends later broadcasts.
-        `patience_s`, for rank 0: maximum wait for the next rank after one has checked in. Raises DeadlineExceeded if ranks are
-        missing after either time, TransferAborted if the meeting was given up, and GroupFailed if the store is unreachable.
+        `patience_s`, for rank 0: maximum wait for the next rank after one has checked in. Raises DeadlineExceeded after either
+        time, TransferAborted if the meeting was given up, and GroupFailed for any other error, such as an unreachable store.
         """
         stop, deadline = given_up or threading.Event(), time.monotonic() + timeout_s
 
@@ -300,7 +299,7 @@ class WeightGroup:
             raise GroupFailed(self.spec.name, str(error).splitlines()[0]) from error
 
     def close(self) -> None:
-        """Leave the group. Ranks that wait for this one fail at once. May be called again. Waits only for NCCL to end."""
+        """Leave the group and wait for NCCL to end. Over Gloo, ranks that wait for this one fail at once. May be repeated."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
@@ -421,11 +420,17 @@ class StreamFile:
 
     def __init__(self, path: str, manifest: Manifest, version: PolicyVersion) -> None:
         try:
-            self._stream = torch.from_file(path, shared=False, size=manifest.total_bytes, dtype=torch.uint8)
+            stream = torch.from_file(path, shared=False, size=manifest.total_bytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise TransferError(f"{path} does not hold the {manifest.total_bytes} bytes of {version}: {error}") from error
-        self._chunks, self._version = iter(manifest.chunks), version
-        self._chunk: Tensor | None = None
+
+        def pieces() -> Iterator[Tensor]:
+            for chunk in manifest.chunks:
+                raw = chunk_of(stream, chunk)
+                yield chunk_header(version, chunk, checksum(raw))
+                yield raw
+
+        self._pieces = pieces()
 
     def first_chunk(self, content: str) -> int:
         """Return 0, because the file holds every chunk."""
@@ -433,13 +438,7 @@ class StreamFile:
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         """Fill `tensor` with the next header or chunk."""
-        if self._chunk is None:
-            chunk = next(self._chunks)
-            self._chunk = chunk_of(self._stream, chunk)
-            tensor.copy_(chunk_header(self._version, chunk, checksum(self._chunk)))
-        else:
-            tensor.copy_(self._chunk)
-            self._chunk = None
+        tensor.copy_(next(self._pieces))
 
     def close(self) -> None:
         """Do nothing: the memory map ends with this object."""

@@ -161,7 +161,7 @@ class Manifest:
 
     @cached_property
     def slowest_chunk_s(self) -> float:
-        """Seconds that the largest chunk takes at 20 MB/s. A transfer that is even slower counts as stuck."""
+        """Seconds that the largest chunk takes at 20 MB/s, the shortest time after which a transfer may count as stuck."""
         return max(chunk.num_bytes for chunk in self.chunks) / 20e6
 
     @property
@@ -215,8 +215,7 @@ def build_manifest(
 ) -> Manifest:
     """Lay out `parameters`, given as (name, shape, dtype name), in their order. Raises FieldError."""
     specs = [ParameterSpec(name=name, shape=shape, dtype=dtype) for name, shape, dtype in parameters]
-    content = WeightManifest(parameters=specs, chunk_bytes=chunk_bytes, wire_dtype=wire_dtype, low_rank=low_rank)
-    return Manifest(content)
+    return Manifest(WeightManifest(parameters=specs, chunk_bytes=chunk_bytes, wire_dtype=wire_dtype, low_rank=low_rank))
 
 
 def aligned(num_bytes: int) -> int:

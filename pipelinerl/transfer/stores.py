@@ -59,52 +59,44 @@ class ObjectMissing(TransferError):
 
 
 class LogStore(Protocol):
-    """A place for objects. `place`: its URL without secrets, or "nats". Every call may raise `StoreError`."""
+    """A place for objects. `place`: its URL, or "nats". Every call may raise `StoreError`."""
 
     place: str
 
     async def put(self, key: str, parts: _Parts) -> tuple[int, bytes]:
         """Store an object durably, replacing any under this key. Return its size in bytes and its SHA-256. A thread consumes
         the parts one by one. After a cancellation, it may still finish the object."""
-        ...
 
     def get(self, key: str) -> AsyncGenerator[bytes, None]:
         """Yield the pieces of an object, of any size. Raises `ObjectMissing`."""
-        ...
 
     async def keys(self, prefix: str) -> list[str]:
         """Return the keys below the folder `prefix`."""
-        ...
 
     async def delete(self, key: str) -> None:
         """Delete an object if it exists."""
-        ...
 
 
 @asynccontextmanager
 async def open_store(url: str, bus: Bus) -> AsyncIterator[LogStore]:
-    """Open the store at `url`: "nats" or a file://, s3:// or gs:// URL. Wait until it answers, because S3 must report the
-    bucket's region. Raises `FieldError` if the URL cannot be opened."""
-    scheme, _, rest = url.partition("://")
-    place = f"{scheme}://{rest.rpartition('@')[2].partition('?')[0].rstrip('/')}"  # a secret may contain any character
+    """Open the store at `url`: "nats", or a URL that a valid recipe may have as `weights.log`. Wait until the store answers,
+    because S3 must report the bucket's region. Raises `FieldError` if pyarrow cannot open the URL."""
     if url == NATS:
         yield BucketStore(bus)
-    elif rest and scheme in ("file", "s3", "gs"):
-        opening = partial(watched, place, lambda _: open_files("weights.log", url, place))
-        opened = await retry_forever(opening, "open weights.log", retried=lambda error: isinstance(error, StoreError))
-        yield FileStore(*opened, place)
     else:
-        raise FieldError("weights.log", place if rest else url, "use nats, or a URL with file://, s3:// or gs://")
+        opening = partial(watched, url, lambda _: open_files("weights.log", url))
+        opened = await retry_forever(opening, "open weights.log", retried=lambda error: isinstance(error, StoreError))
+        yield FileStore(*opened, url.rstrip("/"))
 
 
-def open_files(field: str, url: str, place: str) -> tuple[FileSystem, str]:
-    """Open a URL with pyarrow. Return the file system, and the path in it. Raises `FieldError` that shows `place`."""
+def open_files(field: str, url: str) -> tuple[FileSystem, str]:
+    """Open a URL with pyarrow. Return the file system, and the path in it. Raises `FieldError` on `field`."""
     from pyarrow.fs import FileSystem
 
     try:
         files, root = FileSystem.from_uri(url)
     except (ValueError, ImportError) as error:
-        raise FieldError(field, place, without_secrets(first_line(error), os.environ)) from None
+        raise FieldError(field, url, without_secrets(first_line(error), os.environ)) from None
     return files, root.rstrip("/")
 
 
@@ -231,7 +223,6 @@ class BucketStore:
 
     async def get(self, key: str) -> AsyncGenerator[bytes, None]:
         info, num_bytes = await self._info(key), 0
-        size = info.size if isinstance(info.size, int) else 0
         with _store_errors(f"reading {key} from {self._stream}"):
             async with OrderedReader(
                 self._connection,
@@ -241,7 +232,7 @@ class BucketStore:
                 from_position=1,
                 read_ahead=_MESSAGES_AHEAD,
             ) as reader:
-                while num_bytes < size:
+                while num_bytes < (info.size or 0):
                     try:
                         async with asyncio.timeout(self._connection.request_timeout_s):
                             piece = await anext(reader)

@@ -156,7 +156,6 @@ class Replica:
                 raise LogDamaged(name, f"objects[{index}].bytes", f"are {one.bytes}, but at most {most} are possible")
 
     async def _download(self, one: LogObject) -> Path:
-        """Download an object into a file, and compare its size and SHA-256 with the announced ones."""
         path, sha256 = self._folder / "object", hashlib.sha256()
 
         def take(file: BinaryIO, piece: bytes) -> None:

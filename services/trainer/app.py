@@ -27,7 +27,7 @@ from pipelinerl.transfer.weight_log import CHAINS_KEPT, WeightLog
 from services.trainer.checkpoint.run_state import Start, find_start, write_lineage
 from services.trainer.policy_trainer import PolicyTrainer, load_policy_trainer
 from services.trainer.reporting.metrics import TrainerMetrics
-from services.trainer.reporting.page import ASKED_WITHIN_S, PageBoard, add_page, guarded, page_hosts
+from services.trainer.reporting.page import ASKED_WITHIN_S, PageBoard, add_page, behind_key, page_hosts
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.reporting.trackers import run_trackers
 from services.trainer.run import TrainingRun
@@ -55,8 +55,8 @@ async def serve(
         board = PageBoard() if settings.page else None
         if board is not None:  # before the server starts, because an open page sends requests at once
             add_page(app, board)
-        host, names = settings.http_host, page_hosts(settings)
-        http_port = await stack.enter_async_context(serve_http(guarded(app, settings), host, settings.http_port, names=names))
+        keyed, names = behind_key(app, settings.page_key), page_hosts(settings)
+        http_port = await stack.enter_async_context(serve_http(keyed, settings.http_host, settings.http_port, names=names))
         start = await asyncio.to_thread(find_start, settings.run_dir, settings.run, recipe)
         policy = await asyncio.to_thread(load, recipe, settings, ranks, start)
         readiness.reason = "waiting for NATS"

@@ -7,8 +7,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import nats
+import nats.errors
 import pytest
 from nats.js.api import AckPolicy, ConsumerConfig
 
@@ -188,9 +190,24 @@ async def test_a_member_whose_end_was_not_heard_of_is_reported_all_the_same(serv
 # --- readers
 
 
-async def test_a_reader_goes_on_when_its_consumer_is_deleted_and_leaves_none_behind(server: NatsServer) -> None:
+async def test_a_reader_goes_on_when_its_consumer_is_deleted_and_leaves_none_behind(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with connected(server) as bus, await nats.connect(server.url) as client:
-        manager = client.jsm()
+        manager, inboxes, failures = client.jsm(), list[str](), [nats.errors.TimeoutError()]
+        subscribe, add_consumer = bus.connection.subscribe, bus.connection.js.add_consumer
+
+        async def subscribed(subject: str, *args: Any, **more: Any) -> Any:
+            inboxes.append(subject)
+            return await subscribe(subject, *args, **more)
+
+        async def added(*args: Any) -> Any:
+            if len(inboxes) > 3 and failures:
+                raise failures.pop()
+            return await add_consumer(*args)
+
+        monkeypatch.setattr(bus.connection, "subscribe", subscribed)
+        monkeypatch.setattr(bus.connection.js, "add_consumer", added)
         async with bus.read_sequences(1) as entries, bus.watch_members(), bus.watch_control(["end"]):
             await bus.publish_sequence(b"1", "s1")
             assert (await soon(entries)).position == 1
@@ -198,6 +215,10 @@ async def test_a_reader_goes_on_when_its_consumer_is_deleted_and_leaves_none_beh
                 await manager.delete_consumer("SEQUENCES_demo", consumer.name)
             await bus.publish_sequence(b"2", "s2")
             assert (await soon(entries)).position == 2
+            assert len(inboxes) == 5  # the first attempt to read again failed
+            for inbox in (inboxes[0], inboxes[3]):
+                with pytest.raises(nats.errors.NoRespondersError):
+                    await client.request(inbox)
         for stream in ("SEQUENCES_demo", "CONTROL_demo", "KV_members-demo"):
             assert await manager.consumers_info(stream) == []
 

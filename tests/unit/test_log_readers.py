@@ -415,11 +415,11 @@ async def test_a_failed_commit_ends_a_reader(tmp_path: Path) -> None:
 async def test_a_store_that_is_away_at_the_start_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, calls = stores.open_files, list[str]()
 
-    def away_at_first(field: str, url: str, place: str) -> Any:
+    def away_at_first(field: str, url: str) -> Any:
         calls.append(url)
         if len(calls) == 1:
             raise OSError("When resolving region for bucket")
-        return opened(field, url, place)
+        return opened(field, url)
 
     monkeypatch.setattr(stores, "open_files", away_at_first)
     async with MemoryBus(RUN, server=MemoryServer(), limits=LIMITS) as bus, open_store(tmp_path.as_uri(), bus) as store:

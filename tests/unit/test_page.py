@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from pipelinerl.page.data import LIVE_ASSETS, NEWEST, RunHistory, ThinnedSeries
 from pipelinerl.run_summary import RunFiles
-from pipelinerl.service.http import health_app, serve_http
+from pipelinerl.service.http import guard_hosts, health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1.actor_pb2 import ActorState
@@ -268,7 +268,7 @@ async def test_in_a_cluster_the_page_has_names_and_probes_take_any() -> None:
     live_page.add_page(app, PageBoard())
 
     async def status(path: str, host: str, settings: TrainerSettings = settings) -> int:
-        transport = httpx.ASGITransport(live_page.guarded(app, settings))
+        transport = httpx.ASGITransport(guard_hosts(app, settings.http_host, live_page.page_hosts(settings)))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return (await client.get(path, headers={"Host": host})).status_code
 

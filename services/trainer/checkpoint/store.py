@@ -54,7 +54,7 @@ def put_model(folder: Path, url: str, is_given_up: Callable[[], bool] = lambda: 
     """Upload all files of `folder` to the folder `url`, verify them, point `latest` at `url`, and return the number of bytes. A
     model already at `url` counts as incomplete once the upload begins. Raises `ServiceError` if a stored file differs or
     `is_given_up()` is true, and the store's `OSError`."""
-    store, root = open_files(_FIELD, url, url)
+    store, root = open_files(_FIELD, url)
 
     def put(path: str, parts: Iterable[bytes]) -> Digest:
         if is_given_up():  # a later attempt may have moved `latest`
@@ -83,7 +83,7 @@ def put_model(folder: Path, url: str, is_given_up: Callable[[], bool] = lambda: 
 def fetch_model(url: str, folder: Path) -> str:
     """Fill the empty `folder` with the model at `url`, which may end in `latest`. Return the URL of the folder that was read.
     Raises `FieldError` if the model is missing or incomplete, `ServiceError` if it is damaged, and the store's `OSError`."""
-    store, root = open_files(_FIELD, url, url)
+    store, root = open_files(_FIELD, url)
     parent, _, name = root.rpartition("/")
     try:
         if name == LATEST:

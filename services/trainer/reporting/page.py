@@ -31,7 +31,7 @@ from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.rl.ledger import MEANINGS
 from pipelinerl.run_dir import recipe_changes_of
 from pipelinerl.run_summary import to_json
-from pipelinerl.service.http import LOCAL_NAMES, PROBED, bracketed, guard_hosts, is_loopback
+from pipelinerl.service.http import PROBED, bracketed
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1.actor_pb2 import ActorState
 
@@ -176,18 +176,12 @@ def add_page(app: FastAPI, board: PageBoard) -> None:
         return Response(board.news(after), media_type="application/json", headers=_FRESH)
 
 
-def guarded(app: ASGIApp, settings: TrainerSettings) -> ASGIApp:
-    """Restrict `app` to clients that know the key, if there is one. With a page, they must also use one of the trainer's host
-    names. On a loopback interface, `serve_http` checks the names instead."""
-    if settings.page_key is not None:
-        app = behind_key(app, settings.page_key.read_bytes())
-    if not settings.page or is_loopback(settings.http_host):
+def behind_key(app: ASGIApp, key_file: Path | None) -> ASGIApp:
+    """Serve `app` below the path `/KEY/`, with the key in `key_file`. Without the key, only paths in `PROBED` work. Return
+    `app` itself if there is no file."""
+    if key_file is None:
         return app
-    return guard_hosts(app, {*LOCAL_NAMES, bracketed(settings.advertise_host), *page_hosts(settings)}, PROBED)
-
-
-def behind_key(app: ASGIApp, key: bytes) -> ASGIApp:
-    """Serve `app` below the path `/KEY/`. Without the key, only paths in `PROBED` work."""
+    key = key_file.read_bytes()
 
     async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PROBED:
@@ -203,4 +197,6 @@ def behind_key(app: ASGIApp, key: bytes) -> ASGIApp:
 
 
 def page_hosts(settings: TrainerSettings) -> list[str]:
-    return [name.strip() for name in settings.page_hosts.split(",") if name.strip()]
+    """Return the names by which browsers may open the live page, besides the interface's; none if there is no page."""
+    names = [bracketed(settings.advertise_host), *(name.strip() for name in settings.page_hosts.split(","))]
+    return list(filter(None, names)) if settings.page else []
