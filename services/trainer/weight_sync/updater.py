@@ -139,9 +139,6 @@ class TransferSession:
                 self._end_spans(action.reason, of_commit_only=True)
                 await self._say("abort", action)
                 await self._stop_transfer()
-            case c.SetDeadline():
-                self._phase_at_s, self._answers_s = time.monotonic(), []
-                self._set_timer()
             case c.VersionServed():
                 self.record.round_trip_s = time.monotonic() - self._begun_at
                 self._end_spans()
@@ -149,6 +146,9 @@ class TransferSession:
                 if self._is_side:  # for other members, the recorder logs it
                     log.warning("actor %s leaves side group %d: %s", actor, epoch, reason)
                 self._span.add_event("evicted", {a.ACTOR: actor, a.REASON: reason})
+        if isinstance(action, c.FormGroup | pb.Announce | pb.Commit):  # a phase begins
+            self._phase_at_s, self._answers_s = time.monotonic(), []
+            self._set_timer()
 
     async def _form_group(self, epoch: int, members: tuple[c.Member, ...]) -> None:
         await self._stop_transfer()
