@@ -125,7 +125,7 @@ class Observed:
         intake.quarantine = SimpleNamespace(actors=())
         uploads: Any = SimpleNamespace(waiting_s=None, last={})
         checkpoints: Any = SimpleNamespace(positions={}, saved_at_s=None)
-        run = RunView(1, "", updater, feeder, intake, uploads, checkpoints)
+        run = RunView(1, "", updater, feeder, intake, uploads, checkpoints, {})
         recorder.watch(lambda: run)
         recorder.training_begins()
 

@@ -219,6 +219,8 @@ class RunView:
     intake: Intake
     uploads: Uploads
     checkpoints: Checkpointer
+    streams: Mapping[str, StreamInfo]
+    """State of PROMPTS (`prompts`) and SEQUENCES (`sequences`) at their last check; empty before the first check."""
 
     @property
     def ledger(self) -> Ledger:
@@ -240,6 +242,7 @@ class StateMetric(NamedTuple):
     labels: Labels | None = None
 
 
+STREAM = {"stream": ("prompts", "sequences")}
 STATE_METRICS = (
     StateMetric("policy_version", "Optimizer steps taken.", lambda run: run.version),
     StateMetric("served_version", "Newest version that every member serves; no series before the first.",
@@ -289,13 +292,22 @@ STATE_METRICS = (
                 lambda run: run.feeder.room.in_flight),
     StateMetric("in_flight_limit_sequences", "Current freshness limit on in_flight_sequences; no series in conventional "
                 "mode.", lambda run: run.feeder.room.limit),
+    StateMetric("stream_messages", "Messages that the stream holds.",
+                lambda run: {name: one.messages for name, one in run.streams.items()}, labels=STREAM),
+    StateMetric("stream_bytes", "Bytes that the stream holds.",
+                lambda run: {name: one.bytes for name, one in run.streams.items()}, labels=STREAM),
+    StateMetric("stream_oldest_seconds", "Age of the stream's oldest message; 0 when it is empty.",  # clocks may disagree
+                lambda run: {name: max(0.0, time.time() - (one.first_at_s or inf)) for name, one in run.streams.items()},
+                labels=STREAM),
+    StateMetric("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", lambda run:
+                max(0, log.last_position - run.intake.position) if (log := run.streams.get("sequences")) else None),
 )  # fmt: skip
 
 
 class TrainerMetrics:
     """All metrics of the trainer, on one registry. Before `watch`, the only state exported is the phase `loading`."""
 
-    def __init__(self, registry: CollectorRegistry, clock_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         metrics = MetricSet(PREFIX, registry)
         self.registry = registry
         self._view: Callable[[], RunView] | None = None
@@ -307,23 +319,10 @@ class TrainerMetrics:
         text = "Time to upload and verify one checkpoint."
         self.uploads = tries, metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
         self.steps = StepMetrics(metrics)
-        self.streams: dict[str, StreamInfo] = {}
-        """State of each stream at its last check."""
-        text = "Age of the stream's oldest message; 0 when it is empty."
-        of_streams: dict[str, tuple[str, Callable[[StreamInfo], float]]] = {
-            "stream_messages": ("Messages that the stream holds.", lambda one: one.messages),
-            "stream_bytes": ("Bytes that the stream holds.", lambda one: one.bytes),
-            # Clocks may disagree. An empty stream has no oldest message.
-            "stream_oldest_seconds": (text, lambda one: max(0.0, clock_s() - (one.first_at_s or inf))),
-        }
-        for name, (text, of) in of_streams.items():
-            reading = metrics.reading(name, text, {"stream": ("prompts", "sequences")})
-            reading.read(partial(lambda of: {stream: of(info) for stream, info in self.streams.items()}, of))
         self.membership = MembershipMetrics(metrics)
         phase = metrics.reading("phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0")
         phase.read_state(PHASES, lambda: phase_name(self._phase()))
-        unread = StateMetric("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
-        for state in (*STATE_METRICS, unread):
+        for state in STATE_METRICS:
             reading = metrics.reading(state.name, state.text, state.labels, unit=state.unit)
             reading.read(partial(self._read, state))
 
@@ -332,11 +331,6 @@ class TrainerMetrics:
 
     def _read(self, state: StateMetric) -> Values:
         return None if self._view is None else state.read(self._view())
-
-    def _unread(self, run: RunView) -> int | None:
-        """Return how many messages that SEQUENCES had at its last check are unread; None before the first check."""
-        log = self.streams.get("sequences")
-        return None if log is None else max(0, log.last_position - run.intake.position)
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:
