@@ -101,11 +101,10 @@ class Recorder:
     def watch(self, view: Callable[[], RunView]) -> None:
         """Set `view`, which returns the run's current state on demand."""
         self._view = view
-        metrics = self.metrics
-        metrics.steps.planned.set(self._recipe.trainer.steps)
+        self.metrics.steps.planned.set(self._recipe.trainer.steps)
         algorithm = self._recipe.algorithm
-        metrics.steps.lag_bound.set(algorithm.max_lag if algorithm.max_lag_of == "oldest_token" else None)
-        metrics.watch(view, lambda: self._phase_of(view()))
+        self.metrics.steps.lag_bound.set(algorithm.max_lag if algorithm.max_lag_of == "oldest_token" else None)
+        self.metrics.watch(view, lambda: self._phase_of(view()))
 
     def to_state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON-compatible values."""
@@ -159,7 +158,7 @@ class Recorder:
         self.totals.add_events(figures)
         for sample in result.samples:
             self._sample(sample_of(sample, self._tokenizer, step=result.version, version=result.version, heldout=True))
-        self._trackers.heldout(result)
+        self._trackers.heldout(figures)
 
     def parity(self, parity: Parity) -> None:
         self._arrived["parity_failures"] += len(parity.problems)
