@@ -14,9 +14,7 @@ from typing import Any
 from pipelinerl.figures import ON_PAGE
 from pipelinerl.rl.groups import LAG_BUCKETS
 from pipelinerl.rl.ledger import MEANINGS
-from pipelinerl.run_summary import add_ended, evaluation_of, stale_shares
-
-Record = Mapping[str, Any]
+from pipelinerl.run_summary import Record, add_ended, evaluation_of, stale_shares
 
 LIVE_ASSETS = ("page.css", "charts.js", "flow.js", "samples.js", "views.js", "live.js")
 """Files that live.html loads, in this order."""

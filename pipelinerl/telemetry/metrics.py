@@ -62,15 +62,6 @@ class Reading(Collector):
     def read(self, values: Callable[[], Values]) -> None:
         self._values = values
 
-    def read_state(self, states: Sequence[str], current: Callable[[], str]) -> None:
-        """Show 1 for the current one of `states` and 0 for the others."""
-
-        def values() -> dict[str, Value]:
-            now = current()
-            return {state: float(state == now) for state in states}
-
-        self.read(values)
-
     def collect(self) -> Iterator[Metric]:
         family_of = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
         family = family_of(self.name, self.text, labels=self.labels)

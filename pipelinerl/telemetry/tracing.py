@@ -170,7 +170,6 @@ Trace = SpanContext | None
 
 MOST_LINKS = 128
 """Maximum number of links of a span. The SDK silently drops links above its own limit, which is the same."""
-_TRACEPARENT = "traceparent"
 _PROPAGATOR = TraceContextTextMapPropagator()
 _OFF = NoOpTracer()
 _TRACER: ContextVar[Tracer] = ContextVar("pipelinerl_tracer", default=_OFF)
@@ -184,11 +183,6 @@ def use_tracer(tracer: Tracer) -> Iterator[None]:
         yield
     finally:
         _TRACER.reset(token)
-
-
-def is_on() -> bool:
-    """Return whether a tracer is in use."""
-    return _TRACER.get() is not _OFF
 
 
 def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
@@ -236,8 +230,6 @@ def headers_of(trace: Trace) -> Headers:
 
 def trace_in(headers: Mapping[str, str]) -> Trace:
     """Return the trace in a message's headers, or None if it is missing, malformed or not sampled."""
-    if _TRACEPARENT not in headers:
-        return None
     return trace_of(get_current_span(_PROPAGATOR.extract(headers, Context())))
 
 

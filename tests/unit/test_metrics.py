@@ -53,7 +53,7 @@ def test_a_reading_is_read_at_each_scrape() -> None:
     state, count = Reading("s", "text", ["state"]), Reading("n_total", "text", ["outcome"], "counter")
     registry.register(state)
     registry.register(count)
-    state.read_state(("idle", "busy"), lambda: "busy" if now["a"] > 1 else "idle")
+    state.read(lambda: {"idle": float(now["a"] <= 1), "busy": float(now["a"] > 1)})
     count.read(lambda: {**now, "b": None})
     assert series(registry) == {"s{'state': 'idle'}": 1, "s{'state': 'busy'}": 0, "n_total{'outcome': 'a'}": 1}
     now["a"] = 2.0

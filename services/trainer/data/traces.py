@@ -17,7 +17,7 @@ from pipelinerl.bus.protocol import LogEntry, Subjects
 from pipelinerl.messages.sequences import PromptGroup, Sequence
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.telemetry import attributes as a
-from pipelinerl.telemetry.tracing import Trace, child, is_on, root, trace_in, trace_of
+from pipelinerl.telemetry.tracing import Trace, child, root, trace_in, trace_of
 
 MOST_OPEN = 100_000
 """Maximum number of sequences in progress whose traces are kept. Beyond it, the oldest trace gets no end span."""
@@ -32,8 +32,6 @@ class SequenceTraces:
 
     def issue(self, group: PromptGroup, message_id: str) -> Span:
         """Return the span that begins a group's trace. Publish the message inside `with span:`."""
-        if not is_on():
-            return root("group.issue")
         about: a.Attributes = {a.GROUP_ID: group.group_id, a.TASK: group.task, a.VERSION: group.issued_version}
         sizes: a.Attributes = {a.INPUT_TOKENS: len(group.prompt_token_ids), a.CHOICES: group.num_samples}
         sent = a.messaging("send", Subjects(group.run).prompts, message_id)

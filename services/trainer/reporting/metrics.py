@@ -321,7 +321,7 @@ class TrainerMetrics:
         self.steps = StepMetrics(metrics)
         self.membership = MembershipMetrics(metrics)
         phase = metrics.reading("phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0")
-        phase.read_state(PHASES, lambda: phase_name(self._phase()))
+        phase.read(lambda: dict.fromkeys(PHASES, 0) | {phase_name(self._phase()): 1})
         for state in STATE_METRICS:
             reading = metrics.reading(state.name, state.text, state.labels, unit=state.unit)
             reading.read(partial(self._read, state))

@@ -350,9 +350,8 @@ class Coordinator:
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
         """Remove members. Abort and form a new group if bytes are still to be sent, or if a commit loses its last member."""
         evicted: list[Action] = [Evicted(actor, self.epoch, reason, cause) for actor in sorted(actors)]
-        for actor in sorted(actors):
-            if self.present.get(actor) == self.members.get(actor):
-                self._benched[actor] = None
+        failed = (actor for actor in sorted(actors) if self.present.get(actor) == self.members.get(actor))
+        self._benched |= dict.fromkeys(failed)
         self._group_stands = False
         if self.phase in (Phase.FORMING, Phase.SENDING):
             return evicted + self._again(reason)
