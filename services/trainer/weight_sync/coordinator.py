@@ -96,7 +96,8 @@ class VersionReady:
 
 @dataclass(frozen=True)
 class ServedFromLog:
-    """An actor that reads the weight log serves this version. If the epoch has no members, the version counts as served."""
+    """`version` is the newest that a reader of the weight log serves. An update to this or an older version then ends if the
+    epoch has no members."""
 
     version: int
 
@@ -129,7 +130,7 @@ Event = MembershipEvent | VersionReady | ServedFromLog | HoldCommits | TransferF
 
 @dataclass(frozen=True)
 class FormGroup:
-    """An epoch begins. Without members, its version waits for an actor to register."""
+    """An epoch begins. Without members, its version waits until an actor registers, or serves it from the weight log."""
 
     epoch: int
     members: tuple[Member, ...]

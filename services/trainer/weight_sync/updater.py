@@ -1,7 +1,6 @@
 """Send policy versions to the actors: one transfer session serves the members of the epoch, and one serves each side group.
 
 `offer` returns when sending has begun, so the next batch is computed meanwhile. The epoch has at most one version in transfer.
-If no actor serves the first version in time, the run ends with the actors' reasons.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ MEETING_SHARE = 0.8
 """Share of the deadline within which all members of a group must connect. The error after this time names the missing members,
 and only these are evicted. The deadline itself would evict all members, so this share is below 1."""
 PATIENCE_S = 3.0
-"""Maximum seconds between two connections of members to a group. It applies only if each member was in a group before. A
-dead member is thus noticed long before its registration expires. A slow one is excluded, too, and returns on a side group."""
+"""Maximum seconds between two connections of members to a group. It applies only if each member has served a version. A dead
+member is thus noticed long before its registration expires. A slow one is excluded, too, and returns on a side group."""
 GATHER_S = 5.0
 """Maximum seconds to wait for further joining actors before a side group is opened; less if the last transfer took less."""
 ASSUMED_BYTES_PER_S = 40e6
@@ -156,7 +155,7 @@ class TransferSession:
             return
         updater = self._updater
         world_size = 1 + sum(member.ranks for member in members)
-        patience_s = PATIENCE_S if updater.roster.have_met(members) else None
+        patience_s = PATIENCE_S if updater.roster.have_served(members) else None
         group = updater.sender.open_group(epoch, world_size, MEETING_SHARE * updater.deadline_s, patience_s)
         self._group = group
         start = pb.EpochStart(
@@ -178,7 +177,6 @@ class TransferSession:
             missing = actors_of(error.missing, members) if isinstance(error, DeadlineExceeded) else ()
             self._updater.post(self, c.TransferFailed(epoch, str(error), missing))
         else:
-            self._updater.roster.met(members)
             self._updater.post(self, pb.EpochJoined(actor=c.TRAINER, epoch=epoch))
 
     async def _broadcast(self, group: CollectiveGroup, snapshot: Snapshot, epoch: int, version: int) -> None:
@@ -225,10 +223,10 @@ class TransferSession:
 
 
 class WeightUpdater:
-    """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time
-    from the offer of the first version until an actor serves it. `on_change`: called when a version is served or actors are
-    gone. `log`: writer of the weight log, if there is one. If all actors read this log, a version counts as served once one of
-    them serves it."""
+    """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time,
+    besides that for sending, from the offer of the first version until an actor serves it. `on_change`: called when a version
+    is served or actors are gone. `log`: writer of the weight log, if there is one. If all actors read this log, a version
+    counts as served once one of them serves it."""
 
     def __init__(
         self,
@@ -268,13 +266,13 @@ class WeightUpdater:
 
     @property
     def members(self) -> dict[str, c.Member]:
-        """Return the epoch's members, and the actors that read the weight log and can be called."""
+        """Return the epoch's members, and the readers of the weight log that have a gRPC address."""
         readers = {actor: member for actor, member in self.readers.members.items() if member.grpc_address}
         return self._main.coordinator.members | readers
 
     @property
     def serving(self) -> dict[str, c.Member]:
-        """Return the actors that are known to serve `served_version`, and can be called."""
+        """Return the actors that are known to serve `served_version`, without log readers that cannot be called."""
         return self.roster.serving(self.served_version) | self.readers.serving(self.served_version)
 
     @property
@@ -376,8 +374,8 @@ class WeightUpdater:
             unwritten = f"weights.log cannot be written: {self.log.problem}. " if self.log and self.log.problem else ""
             raise ServiceError(
                 f"no actor served version {self._main.record.version} within {self._join_timeout_s:g} s "
-                f"(weights.join_timeout_s). {unwritten}Actors that cannot join: {self.reasons or 'none'}. "
-                "Look at the actors' logs, or raise the timeout"
+                f"(weights.join_timeout_s) plus the time for sending. {unwritten}Actors that cannot join: "
+                f"{self.reasons or 'none'}. Look at the actors' logs, or raise the timeout"
             ) from error
 
     async def _watch_members(self) -> None:
@@ -392,7 +390,7 @@ class WeightUpdater:
                     said = decode_control(event.payload, pb.Registration)
                 except MessageError as error:
                     self.bad_messages += 1
-                    log.error("registration of %s is set aside: %s", event.actor, error, extra=AGGREGATED)
+                    log.error("registration of %s is ignored: %s", event.actor, error, extra=AGGREGATED)
                     continue
                 member = c.Member(said.actor, said.process, said.ranks, said.grpc_address, said.pod_uid)
                 if said.phase == "starting":  # an older process of that actor is gone
@@ -429,7 +427,7 @@ class WeightUpdater:
                     answer: c.Answer = decode_control(message.payload, ANSWER_TYPES[message.kind])
                 except MessageError as error:
                     self.bad_messages += 1
-                    log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error, extra=AGGREGATED)
+                    log.error("answer %s of %s is ignored: %s", message.kind, message.actor, error, extra=AGGREGATED)
                     continue
                 about = {a.ACTOR: message.actor, **a.messaging("process", f"control.{message.kind}")}
                 trace = trace_in(message.headers)  # the actor's trace continues in the trainer
