@@ -1,8 +1,7 @@
 """Create the metrics of a service, in a registry that puts the run's name on every sample.
 
-This module adds three things to `prometheus_client`. A `Reading` without a value has no series, whereas a gauge would show 0. A
-counter or histogram with known label values has all its series from the start, so that a rate includes the first event. Each
-metric is described for docs/metrics.md.
+This module adds two things to `prometheus_client`. A `Reading` without a value has no series, whereas a gauge would show 0. A
+counter or histogram with known label values has all its series from the start, so that a rate includes the first event.
 """
 
 from __future__ import annotations

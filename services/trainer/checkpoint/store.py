@@ -1,9 +1,8 @@
 """Models in an object store: the models of checkpoints are uploaded to `checkpoint.upload`, and initial models are fetched.
 
 A folder in the store has a `pipelinerl-manifest.json`, which first marks the model as incomplete. The files are written, read
-back and compared. Then the manifest gets the size and the SHA-256 of every file. The object `latest` beside the folders
-names the newest complete folder. A folder without a manifest comes from other tools and is not checked. Old models
-are not deleted. pyarrow accesses the stores, and finds credentials in the same places as each store's own tools.
+back and compared. Then the manifest gets the size and the SHA-256 of every file. The object `latest` beside the folders names
+the newest complete folder. A folder without a manifest comes from other tools and is not checked. Old models are not deleted.
 
 Training never waits for uploads. A newer checkpoint replaces a waiting one. The files are first linked into another folder,
 because the checkpoint may be removed meanwhile. A restarted trainer uploads the newest checkpoint if it has not yet been

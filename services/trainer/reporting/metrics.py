@@ -50,11 +50,8 @@ def rank_orders(registry: CollectorRegistry) -> Counter:
 OF_TASK = ("reward_mean", "completion_tokens_mean", "truncated_fraction")
 """Figures of a step that are also computed for each task."""
 STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
-"""Bucket edges: from a step of a million-parameter model on a CPU, up to one hour."""
 PHASE_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""Bucket edges for the phases of a step: from short copies to long waits."""
 CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""Bucket edges: from a checkpoint of megabytes, up to a large model on a slow disk."""
 STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
 COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
 
@@ -145,7 +142,7 @@ class StepMetrics:
 
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""Bucket edges: from milliseconds, for a toy model on one machine, up to minutes."""
+"""Bucket edges for weight updates and joins."""
 
 
 class MembershipMetrics:
@@ -312,8 +309,7 @@ class TrainerMetrics:
         self.registry = registry
         self._view: Callable[[], RunView] | None = None
         self._phase: Callable[[], int] = lambda: trainer_pb2.TRAINER_PHASE_LOADING
-        text = "Time to write one checkpoint."
-        self.checkpoint_seconds = metrics.histogram("checkpoint_seconds", text, CHECKPOINT_SECONDS)
+        self.checkpoint_seconds = metrics.histogram("checkpoint_seconds", "Time to write one checkpoint.", CHECKPOINT_SECONDS)
         text, outcomes = "Attempts to upload a checkpoint.", {"outcome": ("uploaded", "failed")}
         tries = metrics.counter("checkpoint_uploads_total", text, outcomes, unit="attempts")
         text = "Time to upload and verify one checkpoint."

@@ -1,8 +1,7 @@
 """The live page: its content as JSON, and its HTTP routes. The event loop writes; the HTTP server's thread reads.
 
 Memory is bounded: records are thinned, and only the first and the newest samples are kept. A reader asks about once a second
-for the steps after its position. If these are no longer kept, the answer says to fetch everything again. `pipelinerl.page.data`
-documents the keys of the page's object.
+for the steps after its position. If these are no longer kept, the answer says to fetch everything again.
 
 The page is read-only. Because it shows model output, it may load scripts and styles only from this server, and no other site
 may read it. With a key, only clients that know the key can read the page.

@@ -1,11 +1,9 @@
-"""Experiment trackers (Weights & Biases, MLflow, TensorBoard), each with a bounded queue and its own thread.
+"""Experiment trackers (Weights & Biases, MLflow, TensorBoard), each with a bounded queue and its own thread (docs/trackers.md).
 
 The trainer queues points and never waits for a tracker's import, server or uploads. If a tracker hangs, its oldest queued
 points are lost. If it fails, one warning is logged. Only the end of the run waits for trackers, and for a bounded time.
 
-Each client is configured by its library's own environment variables. Unused libraries need not be installed. The libraries'
-logs and output are silenced, since they may contain secrets. Code, console output, checkpoints and machine statistics are not
-sent. Completions are sent only in a few tables of samples, whose number and size are bounded.
+The libraries' logs and output are silenced, since they may contain secrets. Completions are sent only in a few tables.
 """
 
 from __future__ import annotations
