@@ -173,9 +173,8 @@ class Recorder:
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
         """Record the end of the run in every sink. Call this last."""
-        log.info(
-            "run ended", extra={"finished": finished, "steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]}
-        )
+        shown = {"finished": finished, "steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]}
+        log.info("run ended", extra=shown)
         self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
         self._ended = "finished" if finished else "stopped"
         self._tell_page(lambda board: board.state(self._page_state()))
