@@ -33,6 +33,7 @@ from pipelinerl.rl.ledger import SequenceTracker, ledger_counts
 from pipelinerl.run_summary import RunFiles
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
+from pipelinerl.service.logs import LogContext
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
@@ -80,7 +81,8 @@ class Observed:
         self.port = await stack.enter_async_context(serve_http(app, "127.0.0.1", 0))
         files = [stack.enter_context(RunFiles(self._folder / side)) for side in ("observed", "plain")]
         tokenizer: Any = Letters()
-        self._observed = Recorder(recipe, files[0], metrics, board=board, run=RUN, tokenizer=tokenizer)
+        context = LogContext(RUN, "trainer", "")
+        self._observed = Recorder(recipe, files[0], metrics, board=board, context=context, tokenizer=tokenizer)
         self._watch(self._observed)
         unmeasured: Any = Unmeasured()
         self._plain = Recorder(recipe, files[1], unmeasured)

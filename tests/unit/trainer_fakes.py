@@ -343,7 +343,6 @@ def make_run(
         board=board,
         trackers=RunTrackers([Tracked()]),  # type: ignore[list-item]
         context=LogContext(RUN, "trainer", "trainer"),
-        run=RUN,
         start=start,
         tokenizer=policy.tokenizer,  # type: ignore[arg-type]
     )

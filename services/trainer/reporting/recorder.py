@@ -63,15 +63,14 @@ class Recorder:
         board: PageBoard | None = None,
         trackers: RunTrackers | None = None,
         context: LogContext | None = None,
-        run: str = "",
         start: Start | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """A sink that is None is disabled. The caller opens and closes sinks."""
-        self._recipe, self._run, self._start = recipe, run, start or Start()
+        self._recipe, self._start = recipe, start or Start()
         self._files, self.metrics, self._board = files, metrics, board
         self._trackers = trackers or RunTrackers()
-        self._context = context or LogContext(run, "trainer", "")
+        self._context = context or LogContext("", "trainer", "")
         self._context.policy_version = self._start.version
         self._tokenizer = tokenizer
         self._replicas = replica_advice(recipe, metrics.registry)
@@ -94,7 +93,9 @@ class Recorder:
         self.feed = StepFeed(files.kept)
         self._tell_page(
             lambda board: board.begin(
-                about(run, recipe, files.run_dir), files.kept, jsonl_ends(files.run_dir / "samples.jsonl", SAMPLES_READ)
+                about(self._context.run, recipe, files.run_dir),
+                files.kept,
+                jsonl_ends(files.run_dir / "samples.jsonl", SAMPLES_READ),
             )
         )
 
@@ -117,7 +118,7 @@ class Recorder:
         self.totals = RunTotals.from_state(state["totals"])
 
     def training_begins(self) -> None:
-        log.info("run %s trains from version %d to %d", self._run, self._start.version, self._recipe.trainer.steps)
+        log.info("run %s trains from version %d to %d", self._context.run, self._start.version, self._recipe.trainer.steps)
         self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
@@ -235,7 +236,7 @@ class Recorder:
         phase = self._phase_of(run)
         waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else run.waiting_for
         return trainer_pb2.TrainerStatus(
-            run=self._run,
+            run=self._context.run,
             phase=phase,
             policy_version=run.version,
             incarnation=self._start.lineage.incarnation,
