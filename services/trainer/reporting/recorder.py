@@ -93,9 +93,7 @@ class Recorder:
         self.feed = StepFeed(files.kept)
         self._tell_page(
             lambda board: board.begin(
-                about(self._context.run, recipe, files.run_dir),
-                files.kept,
-                jsonl_ends(files.run_dir / "samples.jsonl", SAMPLES_READ),
+                about(self._context.run, recipe, files.run_dir), files.kept, jsonl_ends(files.run_dir / SAMPLES, SAMPLES_READ)
             )
         )
 
