@@ -442,6 +442,6 @@ def answer_figures(batch: list[TrainingGroup], recipe: Recipe) -> dict[str, Any]
         missing = [one for one in sequences if one.reason.startswith(FOUND_NONE)]
         figures["identical_groups"] = float(np.mean([len({one.completion_text for one in group}) == 1 for group in groups]))
         figures["answers_absent"] = len(missing) / len(sequences)
-        known = [(str(reference_answer(one.reference_json) or "").strip(), one.completion_text) for one in missing]
-        figures["answers_missed"] = sum(occurs(reference, completion) for reference, completion in known) / len(sequences)
+        texts = [(str(reference_answer(one.reference_json) or "").strip(), one.completion_text) for one in missing]
+        figures["answers_missed"] = sum(occurs(reference, completion) for reference, completion in texts) / len(sequences)
     return figures

@@ -117,8 +117,7 @@ class Roster:
         changes = []
         self._expect(version)
         for member in members:
-            known = self._process(member)
-            if known is not None:
+            if known := self._process(member):
                 known.version, known.failures = version, 0
                 if version == self._newest:
                     self._behind.pop(member.actor, None)
@@ -138,8 +137,7 @@ class Roster:
 
     def side_failed(self, member: Member) -> None:
         """Record a failed side group. Each failure in a row doubles the actor's wait, up to `MOST_RESTED` heartbeats."""
-        known = self._process(member)
-        if known is not None:
+        if known := self._process(member):
             _rest(known)
 
     def outdated(self, joiners: Mapping[str, Member], epoch: Collection[str]) -> tuple[Member, ...]:
