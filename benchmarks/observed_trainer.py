@@ -119,6 +119,7 @@ class Observed:
         names = [f"actor-{number}" for number in range(MEMBERS)]
         tracker, bounds = SequenceTracker(), SimpleNamespace(holds_actors_back=False)
         updater: Any = SimpleNamespace(served_version=1, epoch=3, members=names, states=dict.fromkeys(names, "serving"))
+        updater.versions = dict.fromkeys(names, 1)
         updater.serving, updater.evictions, updater.bad_messages = names, 0, 0
         updater.regroups, updater.updates = 0, {"served": 1, "aborted": 0}
         feeder: Any = SimpleNamespace(room=IssueRoom(1, 1, False, 1, 1), refused={})

@@ -224,6 +224,7 @@ def run_view(version: int = 3, tracker: SequenceTracker | None = None, **streams
     view: Any = {name: SimpleNamespace(**attributes) for name, attributes in parts.items()}
     view["updater"].log, view["updater"].regroups, view["updater"].updates = None, 3, {"served": 6, "aborted": 2}
     view["updater"].states = {f"actor-{number}": "serving" for number in range(4)}
+    view["updater"].versions = {}
     view["feeder"].tracker, view["feeder"].bounds = tracker or SequenceTracker(), SimpleNamespace(holds_actors_back=True)
     view["intake"].quarantine = SimpleNamespace(actors={"actor-9"})
     return RunView(version=version, waiting_for="", streams=streams, **view)
@@ -239,6 +240,7 @@ class FakeUpdater:
         self.bad_messages = self.evictions = self.epoch = self.regroups = 0
         self.updates: dict[str, int] = {}
         self.states: dict[str, str] = {}
+        self.versions: dict[str, int] = {}
         self.readers = LogReaders()
         self.offered: list[int] = []
         self._free = asyncio.Event()

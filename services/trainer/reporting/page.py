@@ -125,12 +125,14 @@ MOST_MEMBERS = 256
 """Maximum number of listed members. For larger runs, use a dashboard."""
 
 
-def member_rows(states: Mapping[str, str], served_version: int | None, loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
+def member_rows(
+    states: Mapping[str, str], versions: Mapping[str, int], loads: Mapping[str, ActorState]
+) -> list[dict[str, Any]]:
     """Return the first `MOST_MEMBERS` actors by name, each with its state and the newest version that it is known to serve."""
     rows = []
     for name, state in sorted(states.items(), key=lambda item: natural(item[0])):
         load = loads.get(name)
-        known = served_version if state == "serving" else load.policy_version if load else None
+        known = versions.get(name, load.policy_version if load else None)
         in_progress = load.sequences_in_progress if load else None
         rows.append({"name": name, "state": state, "version": known, "in_progress": in_progress})
     return rows[:MOST_MEMBERS]

@@ -277,7 +277,7 @@ class Recorder:
             "served_version": run.served_version,
             "incarnation": status.incarnation,
             "epoch": status.epoch,
-            "members": member_rows(run.updater.states, run.served_version, self._loads),
+            "members": member_rows(run.updater.states, run.updater.versions, self._loads),
             "sequences": run.ledger.counts,
             "actors_held_back": run.feeder.bounds.holds_actors_back,
             "reasons": {outcome.value: bounded(run.ledger.reasons(outcome)) for outcome in Outcome},

@@ -199,12 +199,12 @@ class LogReaders(Roster):
 
     @property
     def newest(self) -> int:
-        return max((known.version for known in self._actors.values()), default=-1)
+        return max(self.versions.values(), default=-1)
 
     @property
-    def states(self) -> dict[str, str]:
-        """Return each actor's state, one of `MEMBER_STATES`. Any thread may call this."""
-        return {actor: "serving" if known.joined else "joining" for actor, known in list(self._actors.items())}
+    def versions(self) -> dict[str, int]:
+        """Return the version that each actor serves; -1 = none. Any thread may call this."""
+        return {actor: known.version for actor, known in list(self._actors.items())}
 
     def serving(self, version: int) -> dict[str, Member]:
         """Return the actors that serve `version` and can be called; empty if it is negative. Any thread may call this."""

@@ -283,8 +283,14 @@ class WeightUpdater:
             name: "joining" if name in joining else "serving" if name in serving else "waiting"
             for name in list(self._main.coordinator.present)
         }
-        states |= self.readers.states
+        states |= {name: "joining" if version < 0 else "serving" for name, version in self.readers.versions.items()}
         return states | dict.fromkeys(set(self._draining) - states.keys(), "leaving")
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Return the version of each actor with the state "serving". Any thread may call this."""
+        members = dict.fromkeys(self.roster.serving(self.served_version), self.served_version)
+        return members | {name: version for name, version in self.readers.versions.items() if version >= 0}
 
     @property
     def limit_s(self) -> float:
