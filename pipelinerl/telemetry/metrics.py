@@ -95,17 +95,15 @@ class RunRegistry(CollectorRegistry):
         super().__init__()
         self._run = run
         self.families: list[Family] = []
-        """Descriptions of the metrics."""
 
     def collect(self) -> Iterator[Metric]:
         for family in super().collect():
-            labelled = Metric(family.name, family.documentation, family.type, family.unit)
-            labelled.samples = [
+            family.samples = [
                 sample._replace(labels={"run": self._run, **sample.labels})
                 for sample in family.samples
                 if sample.name != f"{family.name}_created"
             ]
-            yield labelled
+            yield family
 
 
 UNITS = {

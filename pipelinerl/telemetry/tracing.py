@@ -168,8 +168,6 @@ def _end(provider: TracerProvider) -> None:
 Trace = SpanContext | None
 """Parent for child spans: a span of a sampled trace, or None if the trace is not sampled."""
 
-MOST_LINKS = 128
-"""Maximum number of links of a span. The SDK silently drops links above its own limit, which is the same."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 _OFF = NoOpTracer()
 _TRACER: ContextVar[Tracer] = ContextVar("pipelinerl_tracer", default=_OFF)
@@ -186,7 +184,7 @@ def use_tracer(tracer: Tracer) -> Iterator[None]:
 
 
 def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
-    """Begin a trace if the sampler selects it. A `with` statement ends the span. Only the first `MOST_LINKS` links are kept."""
+    """Begin a trace if the sampler selects it. A `with` statement ends the span. The SDK limits the number of links."""
     return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))
 
 
@@ -206,7 +204,7 @@ def child(
 
 
 def _linked(traces: Iterable[Trace]) -> list[Link]:
-    return [Link(trace) for trace in traces if trace is not None][:MOST_LINKS]
+    return [Link(trace) for trace in traces if trace is not None]
 
 
 def _context_of(trace: SpanContext) -> Context:

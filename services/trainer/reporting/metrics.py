@@ -165,9 +165,6 @@ class MembershipMetrics:
         self._bytes.inc(update.num_bytes)
 
 
-_NONE_STALE = {reason.value: 0 for reason in StaleReason}
-
-
 def bounded(counts: Mapping[str, int], most: int = MOST_REASONS) -> dict[str, float]:
     """Return the `most` largest counts, and the sum of the others as `OTHER`. Pure."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
@@ -262,8 +259,8 @@ STATE_METRICS = (
     StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.ledger.reasons(Outcome.FAILED)),
                 labels={"reason": "see docs/errors.md; (other) is the sum of the less frequent ones"}),
     StateMetric("dropped_stale_sequences", "Sequences dropped because they were too old for training, by reason.",
-                lambda run: {**_NONE_STALE, **run.ledger.reasons(Outcome.DROPPED_STALE)},
-                labels={"reason": tuple(_NONE_STALE)}),
+                lambda run: {**dict.fromkeys(StaleReason, 0), **run.ledger.reasons(Outcome.DROPPED_STALE)},
+                labels={"reason": tuple(StaleReason)}),
     StateMetric("tokens_total", "Completion tokens by the outcome of their sequence, since this trainer started.",
                 lambda run: dict(run.feeder.tracker.tokens), labels={"outcome": tuple(Outcome)}),
     StateMetric("tokens_arrived_total", "Completion tokens that have reached the trainer since it started.",

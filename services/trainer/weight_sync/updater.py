@@ -59,7 +59,6 @@ class TransferSession:
     def __init__(self, updater: WeightUpdater, coordinator: c.Coordinator, joiners: Iterable[c.Member] = ()) -> None:
         self._updater, self.coordinator = updater, coordinator
         self.joiners = {member.actor: member for member in joiners}
-        self._is_side = bool(self.joiners)
         self._phase_at_s, self._answers_s = 0.0, list[float]()
         self.record = UpdateRecord(-1)
         self._span: Span = INVALID_SPAN
@@ -142,7 +141,7 @@ class TransferSession:
                 self.record.round_trip_s = time.monotonic() - self._begun_at
                 self._end_spans()
             case c.Evicted(actor, epoch, reason):
-                if self._is_side:  # for other members, the recorder logs it
+                if self.joiners:  # for other members, the recorder logs it
                     log.warning("actor %s leaves side group %d: %s", actor, epoch, reason)
                 self._span.add_event("evicted", {a.ACTOR: actor, a.REASON: reason})
         if isinstance(action, c.FormGroup | pb.Announce | pb.Commit):  # a phase begins
@@ -187,7 +186,7 @@ class TransferSession:
             self._updater.post(self, c.TransferFailed(epoch, str(error)))
             return
         self.record.num_bytes, self.record.transfer_s = sent.num_bytes, sent.seconds
-        if not self._is_side and 2 * sent.num_bytes > self._updater.sender.manifest.total_bytes:
+        if not self.joiners and 2 * sent.num_bytes > self._updater.sender.manifest.total_bytes:
             self._updater.transfers_s.append(sent.seconds * self._updater.sender.manifest.total_bytes / sent.num_bytes)
         self._updater.post(self, pb.Staged(actor=c.TRAINER, epoch=epoch, version=version, checksum=sent.checksum))
 
@@ -204,7 +203,7 @@ class TransferSession:
     async def _say(self, kind: str, order: Control, span: Span = INVALID_SPAN) -> None:
         order.incarnation = self._updater.incarnation
         payload, members = order.SerializeToString(), self.coordinator.members
-        actors = [name for name in self.joiners if kind == "abort" or name in members] if self._is_side else [""]
+        actors = [name for name in self.joiners if kind == "abort" or name in members] if self.joiners else [""]
         headers, bus = headers_of(trace_of(span)), self._updater.bus
         calls = [partial(bus.publish_control, kind, payload, actor, headers) for actor in actors]
         await asyncio.gather(*(retry_forever(call, f"publish {kind!r}") for call in calls))
