@@ -50,7 +50,7 @@ def test_what_has_no_value_has_no_series() -> None:
 
 def test_a_reading_is_read_at_each_scrape() -> None:
     registry, now = CollectorRegistry(), {"a": 1.0}
-    state, count = Reading("s", "text", ["state"]), Reading("n_total", "text", ["outcome"], "counter")
+    state, count = Reading("s", "text", ["state"]), Reading("n_total", "text", ["outcome"])
     registry.register(state)
     registry.register(count)
     state.read(lambda: {"idle": float(now["a"] <= 1), "busy": float(now["a"] > 1)})

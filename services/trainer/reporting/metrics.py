@@ -259,7 +259,7 @@ STATE_METRICS = (
     StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.ledger.reasons(Outcome.FAILED)),
                 labels={"reason": "see docs/errors.md; (other) is the sum of the less frequent ones"}),
     StateMetric("dropped_stale_sequences", "Sequences dropped because they were too old for training, by reason.",
-                lambda run: {**dict.fromkeys(StaleReason, 0), **run.ledger.reasons(Outcome.DROPPED_STALE)},
+                lambda run: dict.fromkeys(map(str, StaleReason), 0) | run.ledger.reasons(Outcome.DROPPED_STALE),
                 labels={"reason": tuple(StaleReason)}),
     StateMetric("tokens_total", "Completion tokens by the outcome of their sequence, since this trainer started.",
                 lambda run: dict(run.feeder.tracker.tokens), labels={"outcome": tuple(Outcome)}),
