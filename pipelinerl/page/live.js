@@ -1,7 +1,8 @@
 /* The live page. It fetches the data of the run so far, and then the news about once a second. views.js draws the data.
  *
- * data: the object that views.js describes, with total_steps, max_lag, run_dir and state: {phase, message, ended, version,
- * served_version, incarnation, epoch, members, sequences, reasons, actors_held_back} (services/trainer/reporting/page).
+ * data: the object that views.js describes, with total_steps, max_lag, run_dir, changes (of the recipe) and state: {phase, message,
+ * ended, findings, version, served_version, incarnation, epoch, members, sequences, reasons, actors_held_back}
+ * (services/trainer/reporting: page.py and recorder.py).
  * position: position of the newest step that this page has. */
 "use strict";
 
