@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
@@ -51,13 +51,9 @@ class RunTotals:
     steps: int = 0
     steps_skipped: int = 0
 
-    def to_state(self) -> dict[str, Any]:
-        """Return a copy of the totals as data for JSON."""
-        return asdict(self)
-
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
-        """Restore the totals from the data of `to_state`, possibly after JSON turned its keys into strings."""
+        """Restore the totals from the data of `asdict`, possibly after JSON turned its keys into strings."""
         return TypeAdapter(cls).validate_python(state)
 
     def add_step(self, record: Record) -> None:

@@ -107,7 +107,7 @@ class Recorder:
 
     def to_state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON-compatible values."""
-        return {"time_s": time.monotonic() - self._started_at, "totals": self.totals.to_state()}
+        return {"time_s": time.monotonic() - self._started_at, "totals": asdict(self.totals)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from an earlier trainer's `to_state`. The time between the two trainers does not count."""
