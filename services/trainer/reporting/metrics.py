@@ -61,9 +61,7 @@ class TaskMetrics:
 
     def __init__(self, metrics: MetricSet) -> None:
         task, sets = {"task": "one of the recipe's tasks"}, {"set": "the name of a task, or of one of evaluation.sets"}
-        reported = {
-            "figure": f"one of the first {MOST_REASONS} names of a reward's terms or an environment's metrics, or `turns`"
-        }
+        reported = {"figure": f"one of the first {MOST_REASONS} names of reward terms or environment metrics, or `turns`"}
         text = "Sequences of the step. One series per task, if there are several."
         self._of_task = {"sequences": metrics.reading("task_sequences", text, task)}
         for figure in (figure for figure in FIGURES if figure.key in OF_TASK):
