@@ -125,10 +125,9 @@ MOST_MEMBERS = 256
 """Maximum number of listed members. For larger runs, use a dashboard."""
 
 
-def member_rows(
-    states: Mapping[str, str], versions: Mapping[str, int], loads: Mapping[str, ActorState]
-) -> list[dict[str, Any]]:
-    """Return the first `MOST_MEMBERS` actors by name, each with its state and the newest version that it is known to serve."""
+def member_rows(states: dict[str, str], versions: dict[str, int], loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
+    """Return the first `MOST_MEMBERS` actors by name, each with its state and the version that it is known to serve.
+    `versions`: the known versions by name. `loads` gives the version of other actors, and the sequences in progress."""
     rows = []
     for name, state in sorted(states.items(), key=lambda item: natural(item[0])):
         load = loads.get(name)
