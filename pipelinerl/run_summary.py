@@ -53,7 +53,7 @@ class RunTotals:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
-        """Restore the totals from the data of `asdict`, possibly after JSON turned its keys into strings."""
+        """Restore totals that `asdict` has turned into a mapping. JSON may have turned its integer keys into strings."""
         return TypeAdapter(cls).validate_python(state)
 
     def add_step(self, record: Record) -> None:
@@ -125,7 +125,7 @@ class RunTotals:
 
 
 def heldout_reward(evaluation: Record | None = None) -> float | None:
-    """Return the answers' mean reward, without format and length terms, over an evaluation's sets; None if it is unknown."""
+    """Return the answers' reward without format and length terms, averaged over an evaluation's sets; None if it is unknown."""
     try:
         return fmean(answer_reward(one["reported"]) or 0.0 for one in (evaluation or {})["sets"].values())
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # a damaged or older record

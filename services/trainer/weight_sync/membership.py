@@ -186,7 +186,7 @@ class Roster:
 
 
 class LogReaders(Roster):
-    """Actors that read the weight log, and are in no epoch. Their reports may come late. Pure."""
+    """Actors that read the weight log, and are in no epoch. Their reports may arrive out of order. Pure."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -141,7 +141,7 @@ class WeightSender:
 
     @torch.no_grad()
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
-        """Copy the parameters. On a device, later changes must be queued on the caller's stream. Raises ManifestDiffers."""
+        """Copy the parameters. On a device, queue later changes of them on the caller's stream. Raises `ManifestDiffers`."""
         with self.placement.beside():
             num_bytes, device = self.manifest.total_bytes, self.placement.device
             if device.type == self.group_placement.device.type == "cpu":

@@ -47,7 +47,7 @@ member is thus noticed long before its registration expires. A slow one is exclu
 GATHER_S = 5.0
 """Maximum seconds to wait for further joining actors before a side group is opened; less if the last transfer took less."""
 ASSUMED_BYTES_PER_S = 40e6
-"""Assumed transfer rate until one has been measured. A network may be up to `coordinator.SLOW` times slower."""
+"""Assumed rate of a transfer before the first one. A network may be up to `coordinator.SLOW` times slower."""
 MOST_REASONS = 16
 """Maximum number of actors whose reason for not serving is kept."""
 
