@@ -33,6 +33,7 @@ from pipelinerl.rl.ledger import SequenceTracker, ledger_counts
 from pipelinerl.run_summary import RunFiles
 from pipelinerl.service.http import health_app, serve_http
 from pipelinerl.service.lifecycle import Readiness
+from pipelinerl.service.logs import LogContext
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
@@ -80,7 +81,8 @@ class Observed:
         self.port = await stack.enter_async_context(serve_http(app, "127.0.0.1", 0))
         files = [stack.enter_context(RunFiles(self._folder / side)) for side in ("observed", "plain")]
         tokenizer: Any = Letters()
-        self._observed = Recorder(recipe, files[0], metrics, board=board, run=RUN, tokenizer=tokenizer)
+        context = LogContext(RUN, "trainer", "")
+        self._observed = Recorder(recipe, files[0], metrics, board=board, context=context, tokenizer=tokenizer)
         self._watch(self._observed)
         unmeasured: Any = Unmeasured()
         self._plain = Recorder(recipe, files[1], unmeasured)
@@ -117,6 +119,7 @@ class Observed:
         names = [f"actor-{number}" for number in range(MEMBERS)]
         tracker, bounds = SequenceTracker(), SimpleNamespace(holds_actors_back=False)
         updater: Any = SimpleNamespace(served_version=1, epoch=3, members=names, states=dict.fromkeys(names, "serving"))
+        updater.versions = dict.fromkeys(names, 1)
         updater.serving, updater.evictions, updater.bad_messages = names, 0, 0
         updater.regroups, updater.updates = 0, {"served": 1, "aborted": 0}
         feeder: Any = SimpleNamespace(room=IssueRoom(1, 1, False, 1, 1), refused={})
@@ -125,7 +128,7 @@ class Observed:
         intake.quarantine = SimpleNamespace(actors=())
         uploads: Any = SimpleNamespace(waiting_s=None, last={})
         checkpoints: Any = SimpleNamespace(positions={}, saved_at_s=None)
-        run = RunView(1, "", updater, feeder, intake, uploads, checkpoints)
+        run = RunView(1, "", updater, feeder, intake, uploads, checkpoints, {})
         recorder.watch(lambda: run)
         recorder.training_begins()
 

@@ -111,8 +111,8 @@ FIGURES = (
            "without an answer term, as in most environments, count neither here nor in `groups_all_wrong`."),
     Figure("groups_all_wrong", "Share of the step's groups in which no answer earned anything."),
     Figure("identical_groups", "Share of the step's groups whose completions are all the same text."),
-    Figure("term_spread", "For each term of the reward, by name, its standard deviation within a group, averaged over the "
-           "groups that have the term. Only with several terms."),
+    Figure("term_spread", "For each term of the reward (at most 24), by name, its standard deviation within a group, averaged "
+           "over the groups that have the term. Only with several terms."),
     Figure("answers_absent", "Share of the step's sequences in which the reward found no answer; not with episodes."),
     Figure("answers_missed", "Share of the step's sequences in which the reward found no answer although the reference occurs "
            "in the completion; not with episodes."),

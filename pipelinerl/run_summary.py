@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
@@ -51,13 +51,9 @@ class RunTotals:
     steps: int = 0
     steps_skipped: int = 0
 
-    def to_state(self) -> dict[str, Any]:
-        """Return a copy of the totals as data for JSON."""
-        return asdict(self)
-
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunTotals:
-        """Restore the totals from the data of `to_state`, possibly after JSON turned its keys into strings."""
+        """Restore totals that `asdict` has turned into a mapping. JSON may have turned its integer keys into strings."""
         return TypeAdapter(cls).validate_python(state)
 
     def add_step(self, record: Record) -> None:
@@ -129,7 +125,7 @@ class RunTotals:
 
 
 def heldout_reward(evaluation: Record | None = None) -> float | None:
-    """Return the answers' mean reward, without format and length terms, over an evaluation's sets; None if it is unknown."""
+    """Return the answers' reward without format and length terms, averaged over an evaluation's sets; None if it is unknown."""
     try:
         return fmean(answer_reward(one["reported"]) or 0.0 for one in (evaluation or {})["sets"].values())
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # a damaged or older record

@@ -26,7 +26,7 @@ const PrlCharts = (() => {
   /* Return a new SVG element. */
   const shape = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 
-  /* Return the round distance between about `count` values within [low, high]; if `whole` is true, an integer. */
+  /* Return a round step that divides [low, high] into about `count` parts; if `whole` is true, an integer. */
   function tickStep(low, high, count, whole = false) {
     const rough = Math.max(whole ? 1 : 0, (high - low || 1) / Math.max(1, count));
     const power = 10 ** Math.floor(Math.log10(rough));

@@ -14,9 +14,7 @@ from typing import Any
 from pipelinerl.figures import ON_PAGE
 from pipelinerl.rl.groups import LAG_BUCKETS
 from pipelinerl.rl.ledger import MEANINGS
-from pipelinerl.run_summary import add_ended, evaluation_of, stale_shares
-
-Record = Mapping[str, Any]
+from pipelinerl.run_summary import Record, add_ended, evaluation_of, stale_shares
 
 LIVE_ASSETS = ("page.css", "charts.js", "flow.js", "samples.js", "views.js", "live.js")
 """Files that live.html loads, in this order."""
@@ -24,7 +22,8 @@ REPORT_SCRIPTS = ("charts.js", "flow.js", "samples.js", "views.js", "report.js")
 """Scripts inlined in report.html of a run."""
 COMPARISON_SCRIPTS = ("charts.js", "samples.js", "views.js", "comparison.js")
 MAX_RECORDS = 1500
-"""Approximate maximum number of steps that are drawn. The steps of a longer run are thinned evenly."""
+"""The live page draws all steps of runs up to twice this length. Of a longer run, it draws this number to twice this number of
+evenly spaced steps. A report draws half as many."""
 NEWEST = 20
 """Number of newest steps that are never thinned."""
 SAMPLES_SHOWN = 8
@@ -68,7 +67,7 @@ _TIMES_KEPT = 256
 
 
 class RunHistory:
-    """The data of a run so far. Steps and evaluations beyond about `limit` are thinned."""
+    """The data of a run so far. If there are 2 · `limit` steps or more, some are left out; likewise for evaluations."""
 
     def __init__(self, limit: int = MAX_RECORDS) -> None:
         self._records = ThinnedSeries(limit, NEWEST)

@@ -1,7 +1,8 @@
 /* The live page. It fetches the data of the run so far, and then the news about once a second. views.js draws the data.
  *
- * data: the object that views.js describes, with total_steps, max_lag, run_dir and state: {phase, message, ended, version,
- * served_version, incarnation, epoch, members, sequences, reasons, actors_held_back} (services/trainer/reporting/page).
+ * data: the object that views.js describes, with total_steps, max_lag, run_dir, changes (of the recipe) and state: {phase, message,
+ * ended, findings, version, served_version, incarnation, epoch, members, sequences, reasons, actors_held_back}
+ * (services/trainer/reporting: page.py and recorder.py).
  * position: position of the newest step that this page has. */
 "use strict";
 
@@ -59,7 +60,8 @@ const PrlLive = (() => {
   /* Return the trainer's newest known version. The state and a step's record arrive one after the other, so either may be newer. */
   const versionOf = ({ state, records }) => Math.max(state.version ?? 0, records.length ? records[records.length - 1].step : 0);
 
-  /* Return [note, mark] of the tile of the lag. A lag at its bound is normal. It is marked only if many sequences were dropped. */
+  /* Return [note, mark] of the lag's tile. A lag at its bound is normal. The tile is marked if the bound is too small, or if many
+   * sequences were dropped. */
   function lagNote(last, bound, counts) {
     const lag = last.lag || {}, formula = last.largest_lag;
     const seen = `p95 ${number(lag.p95)}, max ${number(lag.max)}, predicted max ${number(formula)}`;
@@ -82,7 +84,7 @@ const PrlLive = (() => {
       ["reward", "Train reward", number(last.reward_mean), `step ${last.step ?? "–"}; mean of the last ${recent.length}: ${number(mean)}`],
       ["heldout", "Held-out accuracy", newest ? percent(newest.accuracy) : "–", newest ? `version ${newest.step}; first ${percent(heldout[0].accuracy)}, best ${percent(best)}${heldoutNote(newest)}` : "no evaluation yet"],
       ["lag", "Token lag", number(lag.mean), ...lagNote(last, data.max_lag, counts)],
-      ["ess", "ESS", number(last.ess), "1 = on-policy; check the lag if it is below 0.5", last.ess !== null && last.ess < 0.5 ? "warn" : ""],
+      ["ess", "ESS", number(last.ess), "1 = on-policy; below 0.5, check the lag", last.ess !== null && last.ess < 0.5 ? "warn" : ""],
       ["parity", "Parity", number(data.parity.mismatch), data.parity.failures ? `${number(data.parity.failures)} PROBES FAILED: actors serve another policy` : "nats, largest difference of the last probe", data.parity.failures ? "warn" : ""],
       ["throughput", "Tokens per second", number(last.tokens_trained_per_s), `trained; ${number(last.tokens_generated_per_s)} generated`],
       ["busy", "Trainer at work", percent(last.trainer_busy_fraction), `of the time; the actors ${percent(last.actor_busy_fraction)}${state.actors_held_back ? ": they wait, since they generate more than the trainer can use" : ""}`],
@@ -208,7 +210,7 @@ const PrlLive = (() => {
       told();
     }
 
-    /* Fetch the news after `position`. The answer `reset` means that the trainer no longer has all of it. */
+    /* Fetch the news after `position`. The answer `reset` means that the trainer no longer keeps all steps since then. */
     async function follow() {
       const news = await asked(`page/news?after=${encodeURIComponent(position)}`);
       if (news.reset) return load();

@@ -1,7 +1,7 @@
 /* The report of a run, drawn with views.js.
  *
- * data: the object that views.js describes, with `summary`, the run's summary.json, and `starts`, the version from which each
- * trainer of the run began. */
+ * data: the object that views.js describes, with `summary`, the run's summary.json; `starts`, the version from which each trainer
+ * of the run began; `changes` of the recipe; and the doctor's `findings`. */
 "use strict";
 
 const PrlReport = (() => {

@@ -8,7 +8,7 @@ const PrlViews = (() => {
   const { isKnown, node, number, lines, bars, heat } = PrlCharts;
   const percent = (v) => (isKnown(v) ? `${Number((100 * v).toFixed(1))}%` : "–");
   const seconds = (v) => (!isKnown(v) ? "–" : v === 0 || v >= 1 ? `${number(v)} s` : `${number(1000 * v)} ms`);
-  /* Return an evaluation's accuracy if unanswered problems count as wrong; null if all are answered. */
+  /* Return an evaluation's accuracy with unanswered problems counted as wrong; null if all are answered. */
   const lowerBound = (one) => (one && (one.lower_bound ?? one.accuracy) < one.accuracy ? one.lower_bound : null);
   /* Return "; 95 % interval 61% to 79%, pass@8 90%" if there is one set of problems, or else the accuracy of each set. */
   function setsNote(one) {
@@ -80,7 +80,7 @@ const PrlViews = (() => {
       return keys.map(([task, name], i) => ({ name: several ? `${task}: ${name}` : name, ...look(i), dots,
         points: smooth(pick(rows, axis, (one) => (of(one)[task] || {})[name])) }));
     };
-    /* `beside` hides a chart whose series all equal one that is drawn already, and an empty chart. */
+    /* `beside` hides an empty chart, and a chart of which every series equals one in `drawn`. */
     const within = (points, at) => points.every(([x, y]) => Math.abs(y - at.get(x)) <= 1e-4 * Math.abs(y));
     const beside = (root, drawn, options) => {
       root.hidden = options.series.every((one) => drawn.some((points) => within(one.points, new Map(points))));

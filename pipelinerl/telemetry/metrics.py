@@ -1,8 +1,7 @@
 """Create the metrics of a service, in a registry that puts the run's name on every sample.
 
-This module adds three things to `prometheus_client`. A `Reading` without a value has no series, whereas a gauge would show 0. A
-counter or histogram with known label values has all its series from the start, so that a rate includes the first event. Each
-metric is described for docs/metrics.md.
+This module adds two things to `prometheus_client`. A `Reading` without a value has no series, whereas a gauge would show 0. A
+counter or histogram with known label values has all its series from the start, so that a rate includes the first event.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -47,11 +46,11 @@ Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
 
 
 class Reading(Collector):
-    """A gauge or counter. `set` stores its values, or `read` a function that returns them. Each scrape calls the function on a
-    thread other than the event loop's, so the function must only read plain attributes."""
+    """A gauge, or a counter if its name ends with `_total`. `set` stores its values, or `read` a function that returns them.
+    Each scrape calls the function on a thread other than the event loop's, so it must only read plain attributes."""
 
-    def __init__(self, name: str, text: str, labels: Sequence[str] = (), kind: Literal["gauge", "counter"] = "gauge") -> None:
-        self.name, self.text, self.labels, self.kind = name, text, tuple(labels), kind
+    def __init__(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
+        self.name, self.text, self.labels = name, text, tuple(labels)
         self._values: Callable[[], Values] = lambda: None
 
     def set(self, values: Values) -> None:
@@ -62,17 +61,8 @@ class Reading(Collector):
     def read(self, values: Callable[[], Values]) -> None:
         self._values = values
 
-    def read_state(self, states: Sequence[str], current: Callable[[], str]) -> None:
-        """Show 1 for the current one of `states` and 0 for the others."""
-
-        def values() -> dict[str, Value]:
-            now = current()
-            return {state: float(state == now) for state in states}
-
-        self.read(values)
-
     def collect(self) -> Iterator[Metric]:
-        family_of = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        family_of = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
         family = family_of(self.name, self.text, labels=self.labels)
         values = self._values()
         for key, value in (values if isinstance(values, Mapping) else {"": values}).items():
@@ -105,17 +95,15 @@ class RunRegistry(CollectorRegistry):
         super().__init__()
         self._run = run
         self.families: list[Family] = []
-        """Descriptions of the metrics."""
 
     def collect(self) -> Iterator[Metric]:
         for family in super().collect():
-            labelled = Metric(family.name, family.documentation, family.type, family.unit)
-            labelled.samples = [
+            family.samples = [
                 sample._replace(labels={"run": self._run, **sample.labels})
                 for sample in family.samples
                 if sample.name != f"{family.name}_created"
             ]
-            yield labelled
+            yield family
 
 
 UNITS = {
@@ -139,40 +127,37 @@ class MetricSet:
 
     def gauge(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Gauge:
         """Make a gauge. One without labels is 0 until it is set."""
-        full = self._describe(name, "gauge", text, labels, unit)
+        full = self._describe(name, text, labels, unit)
         return Gauge(full, text, tuple(labels or ()), registry=self._registry)
 
     def reading(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Reading:
         """Make a gauge, or a counter if `name` ends with `_total`. It has no series before `set` or `read` is called."""
-        kind: Literal["gauge", "counter"] = "counter" if name.endswith("_total") else "gauge"
-        full = self._describe(name, kind, text, labels, unit)
-        reading = Reading(full, text, tuple(labels or ()), kind)
+        reading = Reading(self._describe(name, text, labels, unit), text, tuple(labels or ()))
         self._registry.register(reading)
         return reading
 
     def counter(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Counter:
         """Make a counter. Its `name` must end with `_total`."""
-        full = self._describe(name, "counter", text, labels, unit)
+        assert name.endswith("_total"), f"{name}: the name of a counter ends with _total"
+        full = self._describe(name, text, labels, unit)
         return _with_series(Counter(full, text, tuple(labels or ()), registry=self._registry), labels)
 
     def histogram(
         self, name: str, text: str, buckets: Sequence[float], labels: Labels | None = None, *, unit: str = ""
     ) -> Histogram:
         """Make a histogram. `buckets`: the inclusive upper edges of its buckets."""
-        full = self._describe(name, "histogram", text, labels, unit, buckets)
+        full = self._describe(name, text, labels, unit, buckets)
         made = Histogram(full, text, tuple(labels or ()), registry=self._registry, buckets=tuple(buckets))
         return _with_series(made, labels)
 
     def histogram_of(self, name: str, text: str, buckets: Sequence[float], make: Callable[[str], _Collector]) -> _Collector:
         """Describe a histogram, and register the collector that `make` returns for its full name."""
-        collector = make(self._describe(name, "histogram", text, None, "", buckets))
+        collector = make(self._describe(name, text, None, "", buckets))
         self._registry.register(collector)
         return collector
 
-    def _describe(
-        self, name: str, kind: str, text: str, labels: Labels | None, unit: str, buckets: Sequence[float] = ()
-    ) -> str:
-        assert (kind == "counter") == name.endswith("_total"), f"{name}: counters, and no others, end with _total"
+    def _describe(self, name: str, text: str, labels: Labels | None, unit: str, buckets: Sequence[float] = ()) -> str:
+        kind = "histogram" if buckets else "counter" if name.endswith("_total") else "gauge"
         stem = name.removesuffix("_total")
         unit = unit or next((words for end, words in UNITS.items() if stem == end or stem.endswith(f"_{end}")), "")
         assert unit, f"{name}: its unit is neither in the name nor given"

@@ -168,9 +168,6 @@ def _end(provider: TracerProvider) -> None:
 Trace = SpanContext | None
 """Parent for child spans: a span of a sampled trace, or None if the trace is not sampled."""
 
-MOST_LINKS = 128
-"""Maximum number of links of a span. The SDK silently drops links above its own limit, which is the same."""
-_TRACEPARENT = "traceparent"
 _PROPAGATOR = TraceContextTextMapPropagator()
 _OFF = NoOpTracer()
 _TRACER: ContextVar[Tracer] = ContextVar("pipelinerl_tracer", default=_OFF)
@@ -187,7 +184,7 @@ def use_tracer(tracer: Tracer) -> Iterator[None]:
 
 
 def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
-    """Begin a trace if the sampler selects it. A `with` statement ends the span. Only the first `MOST_LINKS` links are kept."""
+    """Begin a trace if the sampler selects it. A `with` statement ends the span. The SDK limits the number of links."""
     return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))
 
 
@@ -207,7 +204,7 @@ def child(
 
 
 def _linked(traces: Iterable[Trace]) -> list[Link]:
-    return [Link(trace) for trace in traces if trace is not None][:MOST_LINKS]
+    return [Link(trace) for trace in traces if trace is not None]
 
 
 def _context_of(trace: SpanContext) -> Context:
@@ -231,8 +228,6 @@ def headers_of(trace: Trace) -> Headers:
 
 def trace_in(headers: Mapping[str, str]) -> Trace:
     """Return the trace in a message's headers, or None if it is missing, malformed or not sampled."""
-    if _TRACEPARENT not in headers:
-        return None
     return trace_of(get_current_span(_PROPAGATOR.extract(headers, Context())))
 
 

@@ -155,7 +155,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         metrics.version.read(lambda: gate.served.number if gate.served else None)
         metrics.ready.read(lambda: float(gate.opened.is_set()))
         metrics.held_groups.read(lambda: len(held))
-        metrics.staging.read_state(STAGING_STATES, lambda: updates.staging_state)
+        metrics.staging.read(lambda: dict.fromkeys(STAGING_STATES, 0) | {updates.staging_state: 1})
         metrics.most_in_progress.set(of_actor.sequences_in_progress)
 
     async def run(self, grpc_address: str, readiness: Readiness) -> None:

@@ -68,15 +68,7 @@ async def serve(
         journal = stack.enter_context(Journal(settings.run_dir / JOURNAL))
         trackers = await stack.enter_async_context(run_trackers(recipe, settings, start, http_port))
         recorder = Recorder(
-            recipe,
-            files,
-            metrics,
-            board=board,
-            trackers=trackers,
-            context=context,
-            run=settings.run,
-            start=start,
-            tokenizer=policy.tokenizer,
+            recipe, files, metrics, board=board, trackers=trackers, context=context, start=start, tokenizer=policy.tokenizer
         )
         writer = await stack.enter_async_context(log_writer(settings, recipe, policy.sender, bus))
         run = TrainingRun(settings, recipe, policy, bus, journal, start, recorder, writer)

@@ -90,7 +90,7 @@ class TrainingRun:
         self.evaluator = Evaluator(recipe, heldout, vocab_size, updater, settings.run, self._incarnation, self._calls_to)
         parts = (self.intake, self.feeder, updater, self.evaluator, recorder, self.uploads)
         self.loop = OptimizerLoop(recipe, run_dir, start, journal, bus, policy, *parts, GpuTurn.of(recipe, settings))
-        self.upkeep = StreamUpkeep(bus, tracker, self.intake, recorder, self.loop.checkpoints)
+        self.upkeep = StreamUpkeep(bus, tracker, self.intake, self.loop.checkpoints)
         recorder.watch(self.view)
 
     def add_to_server(self, server: aio.Server) -> None:
@@ -99,8 +99,8 @@ class TrainingRun:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(service, server)
 
     def view(self) -> RunView:
-        loop = self.loop
-        return RunView(loop.version, loop.waiting_for, self.updater, self.feeder, self.intake, self.uploads, loop.checkpoints)
+        loop, parts = self.loop, (self.updater, self.feeder, self.intake, self.uploads)
+        return RunView(loop.version, loop.waiting_for, *parts, loop.checkpoints, self.upkeep.streams)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Execute the run until it is finished or `stop` is set. Checkpoints are uploaded in the background."""

@@ -16,7 +16,6 @@ from pipelinerl.errors import BusError, ServiceError
 from pipelinerl.rl.ledger import SequenceTracker
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.data.intake import Intake
-from services.trainer.reporting.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +29,9 @@ class StreamUpkeep:
     """Purges messages from SEQUENCES that no kept checkpoint needs, and fails the missing samples of lost groups. If SEQUENCES
     is more than half full, it first writes a checkpoint, then purges all messages that the newest checkpoint does not need."""
 
-    def __init__(
-        self, bus: Bus, tracker: SequenceTracker, intake: Intake, recorder: Recorder, checkpoints: Checkpointer
-    ) -> None:
-        self._bus, self._tracker, self._intake = bus, tracker, intake
-        self._recorder, self._checkpoints = recorder, checkpoints
+    def __init__(self, bus: Bus, tracker: SequenceTracker, intake: Intake, checkpoints: Checkpointer) -> None:
+        self._bus, self._tracker, self._intake, self._checkpoints = bus, tracker, intake, checkpoints
+        self.streams: dict[str, StreamInfo] = {}
         self._gone: dict[str, tuple[float, int]] = {}
         """For each group that left PROMPTS: when this was noticed (event loop's clock), and where SEQUENCES ended then."""
 
@@ -44,7 +41,7 @@ class StreamUpkeep:
         while True:
             try:
                 prompts, sequences = await self._bus.prompts_info(), await self._bus.sequences_info()
-                self._recorder.metrics.streams = {"prompts": prompts, "sequences": sequences}
+                self.streams = {"prompts": prompts, "sequences": sequences}
                 await self._purge(sequences)
                 await self._look_for_lost_groups(prompts)
             except BusError as error:

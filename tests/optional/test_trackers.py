@@ -17,9 +17,8 @@ from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.preflight import examine
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.run_state import Start
-from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.reporting import trackers as run_trackers
-from tests.unit.builders import accuracy_at, make_recipe
+from tests.unit.builders import evaluation, make_recipe
 
 for package in ("tensorboard", "mlflow", "wandb"):
     pytest.importorskip(package, reason=f"no {package}: make test-trackers has it")
@@ -56,7 +55,7 @@ async def track(run_dir: Path, recipe: Recipe, start: Any, steps: range, *, fini
                 trackers.sample(SAMPLE | {"step": step, "heldout": False, "completion": completion, "reward": reward})
             trackers.step({"step": step, "ess": 1 / step, "ess_by_lag": {"17+": 0.5}, "mfu": None})
         trackers.sample(SAMPLE | {"step": steps[-1], "heldout": True, "completion": "007", "reward": None})
-        trackers.heldout(HeldoutResult(steps[-1], accuracy_at(0.75, 0.6, 1), num_tokens=9, samples=()))
+        trackers.heldout(evaluation(steps[-1]))
         trackers.end({"steps": steps[-1], "interrupted": not finished}, finished=finished)
 
 

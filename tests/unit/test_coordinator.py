@@ -63,7 +63,7 @@ def told(actions: list[c.Action]) -> str:
                 words.append(f"evict {actor}: {cause.value}" if cause else f"{actor} left")
             case c.VersionServed(version, _, members):
                 words.append(f"served {version} by {''.join(members)}")
-    return ", ".join(words) or ("deadline" if actions else "")
+    return ", ".join(words)
 
 
 Line = tuple[c.Event, str]
@@ -173,7 +173,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
         (c.VersionReady(3), "send 3 in 2"),
     ),
     "held commits stage but do not commit, and outlive the deadline": (
-        sending, "a", (c.HoldCommits(0), ""), (sent(), ""), (staged("a"), ""), (LATE, "deadline"),
+        sending, "a", (c.HoldCommits(0), ""), (sent(), ""), (staged("a"), ""), (LATE, ""),
         (c.HoldCommits(None), "commit 1 in 1"),
     ),
     "a hold lets the measured version itself be committed": (

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
@@ -38,7 +39,7 @@ from pipelinerl.messages.sequences import Sequence, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, TrainerConfig
 from pipelinerl.rl.groups import group_advantages
 from pipelinerl.service.settings import RankSettings
-from services.trainer.checkpoint.checkpointer import VALUE_HEAD_FILE, save_value_head
+from services.trainer.checkpoint.checkpointer import VALUE_HEAD_FILE
 from services.trainer.checkpoint.state_files import trained_parameters
 from services.trainer.learn import attention
 from services.trainer.learn.attention import VARLEN, PackedLayout, varlen_attention
@@ -648,9 +649,10 @@ def test_a_value_head_is_saved_beside_the_model_and_found_there(tmp_path: Path) 
     first = load_learner(recipe, str(tmp_path), RankSettings())
     with torch.no_grad():
         first.policy.value_head.weight.fill_(0.5)
-    save_value_head(dict(first.gather(VALUE_HEAD)), tmp_path / VALUE_HEAD_FILE)
+    (tmp_path / VALUE_HEAD_FILE).parent.mkdir()
+    save_file(dict(first.gather(VALUE_HEAD)), tmp_path / VALUE_HEAD_FILE)
     again = load_learner(recipe, str(tmp_path), RankSettings())
     assert dict(again.gather(VALUE_HEAD))["weight"].tolist() == [[0.5] * 32]
-    save_value_head({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / VALUE_HEAD_FILE)
+    save_file({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / VALUE_HEAD_FILE)
     with pytest.raises(FieldError, match="does not fit this model"):
         load_learner(recipe, str(tmp_path), RankSettings())

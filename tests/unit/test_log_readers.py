@@ -195,6 +195,11 @@ async def test_a_run_of_readers_only_goes_on_with_the_fastest_and_each_serves_wh
         assert one.sender.sent == [], "the trainer sent no bytes to anyone"
         await one.until(lambda: one.updater.states["b"] == "serving")
         assert [(change.kind, change.member.actor) for change in one.told.changes] == [("joined", "a"), ("joined", "b")]
+        slow.receiver.may_receive.clear()
+        await one.send(6)
+        assert one.updater.versions == {"a": 6, "b": 5}, "the page shows that b is behind"
+        slow.receiver.may_receive.set()
+        await one.until(lambda: one.updater.versions["b"] == 6)
         one.updater.readers.unreachable.add("b")
         assert list(one.updater.serving) == ["a"], "an evaluation would wait for b in vain"
         assert list(one.updater.members) == ["a", "b"], "b is asked for its load again"

@@ -119,15 +119,15 @@ def test_arrivals_and_roster_are_told_once() -> None:
     assert gone(roster, "a") == []
 
 
-def test_who_has_met_is_known_by_its_process() -> None:
+def test_who_has_served_is_known_by_its_process() -> None:
     roster = Roster()
     roster.up(A)
-    assert not roster.have_met([A])
-    roster.met([A, B])
-    assert roster.have_met([A])
-    assert not roster.have_met([A, B]), "b is not registered"
+    assert not roster.have_served([A])
+    serves(roster, A, B)
+    assert roster.have_served([A])
+    assert not roster.have_served([A, B]), "b is not registered"
     roster.up(Member("a", "a-2"))
-    assert not roster.have_met([Member("a", "a-2")])
+    assert not roster.have_served([Member("a", "a-2")])
 
 
 class Run:

@@ -50,10 +50,10 @@ def test_what_has_no_value_has_no_series() -> None:
 
 def test_a_reading_is_read_at_each_scrape() -> None:
     registry, now = CollectorRegistry(), {"a": 1.0}
-    state, count = Reading("s", "text", ["state"]), Reading("n_total", "text", ["outcome"], "counter")
+    state, count = Reading("s", "text", ["state"]), Reading("n_total", "text", ["outcome"])
     registry.register(state)
     registry.register(count)
-    state.read_state(("idle", "busy"), lambda: "busy" if now["a"] > 1 else "idle")
+    state.read(lambda: {"idle": float(now["a"] <= 1), "busy": float(now["a"] > 1)})
     count.read(lambda: {**now, "b": None})
     assert series(registry) == {"s{'state': 'idle'}": 1, "s{'state': 'busy'}": 0, "n_total{'outcome': 'a'}": 1}
     now["a"] = 2.0

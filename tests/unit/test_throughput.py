@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ def test_totals_of_a_checkpoint_are_those_that_were_saved() -> None:
     record = step(2.0, 4, 6, mfu=0.5, lag_histogram={"0": 3, "2": 1}, heldout_accuracy=0.5)
     totals.add_step(record)
     totals.add_events(record)
-    assert RunTotals.from_state(json.loads(json.dumps(totals.to_state()))) == totals
+    assert RunTotals.from_state(json.loads(json.dumps(asdict(totals)))) == totals
 
 
 # Phases

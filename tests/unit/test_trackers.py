@@ -12,7 +12,6 @@ import pytest
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.run_state import Start
-from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.reporting import trackers as trackers_module
 from services.trainer.reporting.trackers import (
     STEP,
@@ -27,7 +26,7 @@ from services.trainer.reporting.trackers import (
     sample_row,
     step_figures,
 )
-from tests.unit.builders import accuracy_at, make_recipe
+from tests.unit.builders import evaluation, make_recipe
 from tests.unit.trainer_fakes import Tracked
 
 RUN = TrackedRun("tiny", "", Path("/runs/tiny"), {}, incarnation=1, version=0)
@@ -177,10 +176,6 @@ def thread_of(tracker: FakeTracker) -> Iterator[tuple[TrackerThread, RunTrackers
 
 def settings_in(run_dir: Path) -> TrainerSettings:
     return TrainerSettings(run="tiny", recipe=run_dir / "r", instance="trainer", run_dir=run_dir)
-
-
-def evaluation(version: int) -> HeldoutResult:
-    return HeldoutResult(version, accuracy_at(0.75, 0.6, 1), num_tokens=9, samples=())
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -40,7 +40,7 @@ async def test_the_log_is_purged_up_to_the_oldest_checkpoint_that_is_kept() -> N
         await one.answer(groups[1])  # 3 and 4
         await several_looks()
         assert (await one.bus.sequences_info()).first_position == 1
-        assert one.run.recorder.metrics.registry.get_sample_value("pipelinerl_trainer_stream_messages", {"stream": "sequences"})
+        assert one.run.view().streams["sequences"].messages == 4
         one.run.loop.checkpoints.positions = {2: 3, 3: 4}
         await purged_up_to(one, 4)
 

@@ -18,7 +18,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from pipelinerl.audit.journal import JOURNAL, Journal
-from pipelinerl.bus.protocol import StreamLimits
+from pipelinerl.bus.protocol import StreamInfo, StreamLimits
 from pipelinerl.messages import sequences as messages
 from pipelinerl.messages.sequences import FinishReason, PolicyVersion, PromptGroup, decode_group, encode_sequence
 from pipelinerl.recipe.fields import Recipe
@@ -212,7 +212,7 @@ class FakeSender:
     manifest = build_manifest([("w", (4,), "float32")])
 
 
-def run_view(version: int = 3, tracker: SequenceTracker | None = None) -> RunView:
+def run_view(version: int = 3, tracker: SequenceTracker | None = None, **streams: StreamInfo) -> RunView:
     """A run of four actors in epoch 2, before the first version is served."""
     parts = {
         "updater": {"served_version": -1, "epoch": 2, "evictions": 0, "bad_messages": 1, "members": (), "serving": ()},
@@ -224,9 +224,10 @@ def run_view(version: int = 3, tracker: SequenceTracker | None = None) -> RunVie
     view: Any = {name: SimpleNamespace(**attributes) for name, attributes in parts.items()}
     view["updater"].log, view["updater"].regroups, view["updater"].updates = None, 3, {"served": 6, "aborted": 2}
     view["updater"].states = {f"actor-{number}": "serving" for number in range(4)}
+    view["updater"].versions = {}
     view["feeder"].tracker, view["feeder"].bounds = tracker or SequenceTracker(), SimpleNamespace(holds_actors_back=True)
     view["intake"].quarantine = SimpleNamespace(actors={"actor-9"})
-    return RunView(version=version, waiting_for="", **view)
+    return RunView(version=version, waiting_for="", streams=streams, **view)
 
 
 class FakeUpdater:
@@ -239,6 +240,7 @@ class FakeUpdater:
         self.bad_messages = self.evictions = self.epoch = self.regroups = 0
         self.updates: dict[str, int] = {}
         self.states: dict[str, str] = {}
+        self.versions: dict[str, int] = {}
         self.readers = LogReaders()
         self.offered: list[int] = []
         self._free = asyncio.Event()
@@ -343,7 +345,6 @@ def make_run(
         board=board,
         trackers=RunTrackers([Tracked()]),  # type: ignore[list-item]
         context=LogContext(RUN, "trainer", "trainer"),
-        run=RUN,
         start=start,
         tokenizer=policy.tokenizer,  # type: ignore[arg-type]
     )

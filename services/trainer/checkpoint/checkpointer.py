@@ -188,7 +188,8 @@ class Checkpointer:
 
 
 VALUE_HEAD_FILE = Path("value_head") / "model.safetensors"
-"""Path within a checkpoint. The folder is separate, because vLLM loads every safetensors file beside the model as weights."""
+"""Path within a checkpoint of the value head: `weight` [1, hidden size] and `bias` [1]. The folder is separate, because vLLM
+loads every safetensors file beside the model as weights."""
 _KEPT = ("_weight_conversions", "peft_config")
 """Attributes of a model that `save_pretrained` uses, in addition to the model's class and configuration."""
 
@@ -232,7 +233,8 @@ class PolicyExport:
             self._generation.to_json_file(folder / "generation_config.json")
         self._tokenizer.save_pretrained(folder)
         if VALUE_HEAD in self.staged:
-            save_value_head(self.staged[VALUE_HEAD], folder / VALUE_HEAD_FILE)
+            (folder / VALUE_HEAD_FILE).parent.mkdir()
+            save_file(self.staged[VALUE_HEAD], folder / VALUE_HEAD_FILE)
         if ADAPTER in self.staged:  # files for `PeftModel.from_pretrained`: the factors and their configuration
             (folder / "adapter").mkdir()
             peft_config(self.form).save_pretrained(str(folder / "adapter"))
@@ -244,12 +246,6 @@ class PolicyExport:
         for file in folder.rglob("*"):  # safetensors files are made readable only by their owner, despite the umask
             if file.is_file():
                 file.chmod(mode)
-
-
-def save_value_head(weights: Mapping[str, Tensor], file: Path) -> None:
-    """Write the value head's `weights`: `weight` [1, hidden size] and `bias` [1]."""
-    file.parent.mkdir(exist_ok=True)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, file)
 
 
 def load_value_head(policy: Policy, folder: Path) -> None:

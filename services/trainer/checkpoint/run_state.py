@@ -11,7 +11,7 @@ import json
 import logging
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -229,7 +229,7 @@ def journaled_state(run_dir: Path, run: str, version: int, recipe: Recipe) -> Ru
             "tokens_arrived": totals.tokens_generated,
             "bad_messages": 0,
             "skipped_in_a_row": len([*takewhile(lambda record: record.get("skipped"), reversed(records))]),
-            "report": {"time_s": records[-1]["time_s"] if records else 0.0, "totals": totals.to_state()},
+            "report": {"time_s": records[-1]["time_s"] if records else 0.0, "totals": asdict(totals)},
         },
     )
 

@@ -80,12 +80,6 @@ def is_quantized(tensor: Tensor) -> bool:
     return type(local_part(tensor)) is not Tensor
 
 
-def plain_part(tensor: Tensor) -> Tensor:
-    """Return `local_part`, or a float32 copy of it if it is quantised."""
-    local = local_part(tensor)
-    return local.dequantize() if is_quantized(tensor) else local
-
-
 def write_state(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
     """Write the staged tensors of all ranks, and sync them to disk. All ranks must call this, on any of their threads. `group`:
     process group of all ranks; None for one rank. Raises `ServiceError` on all ranks if one of them cannot write."""
@@ -122,7 +116,8 @@ def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[
     tensors: dict[str, Tensor] = {}
     for name, tensor in learner_state(learner).items():
         tensors[name] = reused[name] if reused is not None else _host_memory(tensor, learner.world.host_mesh)
-        local_part(tensors[name]).copy_(plain_part(tensor), non_blocking=True)
+        local = local_part(tensor)
+        local_part(tensors[name]).copy_(local.dequantize() if is_quantized(tensor) else local, non_blocking=True)
     if learner.policy.device.type == "cuda":
         torch.cuda.current_stream(learner.policy.device).synchronize()
     return tensors

@@ -1,9 +1,8 @@
 """Models in an object store: the models of checkpoints are uploaded to `checkpoint.upload`, and initial models are fetched.
 
 A folder in the store has a `pipelinerl-manifest.json`, which first marks the model as incomplete. The files are written, read
-back and compared. Then the manifest gets the size and the SHA-256 of every file. The object `latest` beside the folders
-names the newest complete folder. A folder without a manifest comes from other tools and is not checked. Old models
-are not deleted. pyarrow accesses the stores, and finds credentials in the same places as each store's own tools.
+back and compared. Then the manifest gets the size and the SHA-256 of every file. The object `latest` beside the folders names
+the newest complete folder. A folder without a manifest comes from other tools and is not checked. Old models are not deleted.
 
 Training never waits for uploads. A newer checkpoint replaces a waiting one. The files are first linked into another folder,
 because the checkpoint may be removed meanwhile. A restarted trainer uploads the newest checkpoint if it has not yet been
@@ -166,6 +165,7 @@ def _copy(source: IO[bytes], target: IO[bytes] | None = None) -> Digest:
 UPLOADED = "uploaded.json"
 """File in the run's folder with `{"version", "url", "at_s"}` of the last upload."""
 BACKOFF = Backoff(first_s=1.0, most_s=60.0, jitter=0.2)
+_RETRIED = (PipelineRLError, OSError)
 TRY_S = 4 * 3600
 """Maximum seconds of one attempt. After that, the store is assumed to hang."""
 
@@ -233,7 +233,7 @@ class Uploads:
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._waiting is not None)
-            await retry_forever(self._try, "upload a checkpoint", retried=_is_stores, backoff=BACKOFF)
+            await retry_forever(self._try, "upload a checkpoint", retried=lambda e: isinstance(e, _RETRIED), backoff=BACKOFF)
 
     async def _try(self) -> None:
         assert self._waiting is not None, "a checkpoint waits"
@@ -245,7 +245,7 @@ class Uploads:
             await watched(url, partial(_put, self._trying, url, given_up), TRY_S)
             last = {"version": version, "url": url, "at_s": time.time()}
             await asyncio.to_thread(write_whole, self._run_dir / UPLOADED, json.dumps(last) + "\n", durably=True)
-        except (PipelineRLError, OSError):
+        except _RETRIED:
             self._tries.labels("failed").inc()
             raise
         finally:
@@ -275,7 +275,3 @@ def _put(folder: Path, url: str, given_up: Event, _: object) -> None:
         put_model(folder, url, given_up.is_set)
     except Exception as error:  # the thread ends here; no error of a store's library may end the run
         raise ServiceError(without_secrets(first_line(error), os.environ)) from error
-
-
-def _is_stores(error: Exception) -> bool:
-    return isinstance(error, PipelineRLError | OSError)

@@ -50,11 +50,8 @@ def rank_orders(registry: CollectorRegistry) -> Counter:
 OF_TASK = ("reward_mean", "completion_tokens_mean", "truncated_fraction")
 """Figures of a step that are also computed for each task."""
 STEP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
-"""Bucket edges: from a step of a million-parameter model on a CPU, up to one hour."""
 PHASE_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""Bucket edges for the phases of a step: from short copies to long waits."""
 CHECKPOINT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900)
-"""Bucket edges: from a checkpoint of megabytes, up to a large model on a slow disk."""
 STEP_PHASES = ("wait", "compute", "snapshot", "send", "checkpoint")
 COMPUTE_PHASES = ("plan", "build", "to_device", "forward_backward", "totals", "optimizer")
 
@@ -64,9 +61,7 @@ class TaskMetrics:
 
     def __init__(self, metrics: MetricSet) -> None:
         task, sets = {"task": "one of the recipe's tasks"}, {"set": "the name of a task, or of one of evaluation.sets"}
-        reported = {
-            "figure": f"one of the first {MOST_REASONS} names of a reward's terms or an environment's metrics, or `turns`"
-        }
+        reported = {"figure": f"one of the first {MOST_REASONS} names of reward terms or environment metrics, or `turns`"}
         text = "Sequences of the step. One series per task, if there are several."
         self._of_task = {"sequences": metrics.reading("task_sequences", text, task)}
         for figure in (figure for figure in FIGURES if figure.key in OF_TASK):
@@ -145,7 +140,7 @@ class StepMetrics:
 
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""Bucket edges: from milliseconds, for a toy model on one machine, up to minutes."""
+"""Bucket edges for weight updates and joins."""
 
 
 class MembershipMetrics:
@@ -166,9 +161,6 @@ class MembershipMetrics:
         self._transfer.observe(update.transfer_s)
         self._round_trip.observe(update.round_trip_s)
         self._bytes.inc(update.num_bytes)
-
-
-_NONE_STALE = {reason.value: 0 for reason in StaleReason}
 
 
 def bounded(counts: Mapping[str, int], most: int = MOST_REASONS) -> dict[str, float]:
@@ -219,6 +211,8 @@ class RunView:
     intake: Intake
     uploads: Uploads
     checkpoints: Checkpointer
+    streams: Mapping[str, StreamInfo]
+    """State of PROMPTS (`prompts`) and SEQUENCES (`sequences`) at their last check; empty before the first check."""
 
     @property
     def ledger(self) -> Ledger:
@@ -240,6 +234,7 @@ class StateMetric(NamedTuple):
     labels: Labels | None = None
 
 
+STREAM = {"stream": ("prompts", "sequences")}
 STATE_METRICS = (
     StateMetric("policy_version", "Optimizer steps taken.", lambda run: run.version),
     StateMetric("served_version", "Newest version that every member serves; no series before the first.",
@@ -262,8 +257,8 @@ STATE_METRICS = (
     StateMetric("failed_sequences", "Failed sequences by reason.", lambda run: bounded(run.ledger.reasons(Outcome.FAILED)),
                 labels={"reason": "see docs/errors.md; (other) is the sum of the less frequent ones"}),
     StateMetric("dropped_stale_sequences", "Sequences dropped because they were too old for training, by reason.",
-                lambda run: {**_NONE_STALE, **run.ledger.reasons(Outcome.DROPPED_STALE)},
-                labels={"reason": tuple(_NONE_STALE)}),
+                lambda run: dict.fromkeys(map(str, StaleReason), 0) | run.ledger.reasons(Outcome.DROPPED_STALE),
+                labels={"reason": tuple(StaleReason)}),
     StateMetric("tokens_total", "Completion tokens by the outcome of their sequence, since this trainer started.",
                 lambda run: dict(run.feeder.tracker.tokens), labels={"outcome": tuple(Outcome)}),
     StateMetric("tokens_arrived_total", "Completion tokens that have reached the trainer since it started.",
@@ -289,41 +284,36 @@ STATE_METRICS = (
                 lambda run: run.feeder.room.in_flight),
     StateMetric("in_flight_limit_sequences", "Current freshness limit on in_flight_sequences; no series in conventional "
                 "mode.", lambda run: run.feeder.room.limit),
+    StateMetric("stream_messages", "Messages that the stream holds.",
+                lambda run: {name: one.messages for name, one in run.streams.items()}, labels=STREAM),
+    StateMetric("stream_bytes", "Bytes that the stream holds.",
+                lambda run: {name: one.bytes for name, one in run.streams.items()}, labels=STREAM),
+    StateMetric("stream_oldest_seconds", "Age of the stream's oldest message; 0 when it is empty.",  # clocks may disagree
+                lambda run: {name: max(0.0, time.time() - (one.first_at_s or inf)) for name, one in run.streams.items()},
+                labels=STREAM),
+    StateMetric("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", lambda run:
+                max(0, log.last_position - run.intake.position) if (log := run.streams.get("sequences")) else None),
 )  # fmt: skip
 
 
 class TrainerMetrics:
     """All metrics of the trainer, on one registry. Before `watch`, the only state exported is the phase `loading`."""
 
-    def __init__(self, registry: CollectorRegistry, clock_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         metrics = MetricSet(PREFIX, registry)
         self.registry = registry
         self._view: Callable[[], RunView] | None = None
         self._phase: Callable[[], int] = lambda: trainer_pb2.TRAINER_PHASE_LOADING
-        text = "Time to write one checkpoint."
-        self.checkpoint_seconds = metrics.histogram("checkpoint_seconds", text, CHECKPOINT_SECONDS)
+        self.checkpoint_seconds = metrics.histogram("checkpoint_seconds", "Time to write one checkpoint.", CHECKPOINT_SECONDS)
         text, outcomes = "Attempts to upload a checkpoint.", {"outcome": ("uploaded", "failed")}
         tries = metrics.counter("checkpoint_uploads_total", text, outcomes, unit="attempts")
         text = "Time to upload and verify one checkpoint."
         self.uploads = tries, metrics.histogram("checkpoint_upload_seconds", text, CHECKPOINT_SECONDS)
         self.steps = StepMetrics(metrics)
-        self.streams: dict[str, StreamInfo] = {}
-        """State of each stream at its last check."""
-        text = "Age of the stream's oldest message; 0 when it is empty."
-        of_streams: dict[str, tuple[str, Callable[[StreamInfo], float]]] = {
-            "stream_messages": ("Messages that the stream holds.", lambda one: one.messages),
-            "stream_bytes": ("Bytes that the stream holds.", lambda one: one.bytes),
-            # Clocks may disagree. An empty stream has no oldest message.
-            "stream_oldest_seconds": (text, lambda one: max(0.0, clock_s() - (one.first_at_s or inf))),
-        }
-        for name, (text, of) in of_streams.items():
-            reading = metrics.reading(name, text, {"stream": ("prompts", "sequences")})
-            reading.read(partial(lambda of: {stream: of(info) for stream, info in self.streams.items()}, of))
         self.membership = MembershipMetrics(metrics)
         phase = metrics.reading("phase", "1 for the trainer's phase, 0 for the others.", {"phase": PHASES}, unit="1 or 0")
-        phase.read_state(PHASES, lambda: phase_name(self._phase()))
-        unread = StateMetric("unread_sequences", "Messages in SEQUENCES that the trainer has not read.", self._unread)
-        for state in (*STATE_METRICS, unread):
+        phase.read(lambda: dict.fromkeys(PHASES, 0) | {phase_name(self._phase()): 1})
+        for state in STATE_METRICS:
             reading = metrics.reading(state.name, state.text, state.labels, unit=state.unit)
             reading.read(partial(self._read, state))
 
@@ -332,11 +322,6 @@ class TrainerMetrics:
 
     def _read(self, state: StateMetric) -> Values:
         return None if self._view is None else state.read(self._view())
-
-    def _unread(self, run: RunView) -> int | None:
-        """Return how many messages that SEQUENCES had at its last check are unread; None before the first check."""
-        log = self.streams.get("sequences")
-        return None if log is None else max(0, log.last_position - run.intake.position)
 
 
 def replica_advice(recipe: Recipe, registry: CollectorRegistry) -> ReplicasWanted:

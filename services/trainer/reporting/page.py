@@ -1,8 +1,7 @@
 """The live page: its content as JSON, and its HTTP routes. The event loop writes; the HTTP server's thread reads.
 
 Memory is bounded: records are thinned, and only the first and the newest samples are kept. A reader asks about once a second
-for the steps after its position. If these are no longer kept, the answer says to fetch everything again. `pipelinerl.page.data`
-documents the keys of the page's object.
+for the steps after its position. If these are no longer kept, the answer says to fetch everything again.
 
 The page is read-only. Because it shows model output, it may load scripts and styles only from this server, and no other site
 may read it. With a key, only clients that know the key can read the page.
@@ -126,12 +125,13 @@ MOST_MEMBERS = 256
 """Maximum number of listed members. For larger runs, use a dashboard."""
 
 
-def member_rows(states: Mapping[str, str], served_version: int | None, loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
-    """Return the first `MOST_MEMBERS` actors by name, each with its state and the newest version that it is known to serve."""
+def member_rows(states: dict[str, str], versions: dict[str, int], loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
+    """Return the first `MOST_MEMBERS` actors by name, each with its state and the version that it is known to serve.
+    `versions`: the known versions by name. `loads` gives the version of other actors, and the sequences in progress."""
     rows = []
     for name, state in sorted(states.items(), key=lambda item: natural(item[0])):
         load = loads.get(name)
-        known = served_version if state == "serving" else load.policy_version if load else None
+        known = versions.get(name, load.policy_version if load else None)
         in_progress = load.sequences_in_progress if load else None
         rows.append({"name": name, "state": state, "version": known, "in_progress": in_progress})
     return rows[:MOST_MEMBERS]

@@ -63,15 +63,14 @@ class Recorder:
         board: PageBoard | None = None,
         trackers: RunTrackers | None = None,
         context: LogContext | None = None,
-        run: str = "",
         start: Start | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """A sink that is None is disabled. The caller opens and closes sinks."""
-        self._recipe, self._run, self._start = recipe, run, start or Start()
+        self._recipe, self._start = recipe, start or Start()
         self._files, self.metrics, self._board = files, metrics, board
         self._trackers = trackers or RunTrackers()
-        self._context = context or LogContext(run, "trainer", "")
+        self._context = context or LogContext("", "trainer", "")
         self._context.policy_version = self._start.version
         self._tokenizer = tokenizer
         self._replicas = replica_advice(recipe, metrics.registry)
@@ -94,22 +93,21 @@ class Recorder:
         self.feed = StepFeed(files.kept)
         self._tell_page(
             lambda board: board.begin(
-                about(run, recipe, files.run_dir), files.kept, jsonl_ends(files.run_dir / "samples.jsonl", SAMPLES_READ)
+                about(self._context.run, recipe, files.run_dir), files.kept, jsonl_ends(files.run_dir / SAMPLES, SAMPLES_READ)
             )
         )
 
     def watch(self, view: Callable[[], RunView]) -> None:
         """Set `view`, which returns the run's current state on demand."""
         self._view = view
-        metrics = self.metrics
-        metrics.steps.planned.set(self._recipe.trainer.steps)
+        self.metrics.steps.planned.set(self._recipe.trainer.steps)
         algorithm = self._recipe.algorithm
-        metrics.steps.lag_bound.set(algorithm.max_lag if algorithm.max_lag_of == "oldest_token" else None)
-        metrics.watch(view, lambda: self._phase_of(view()))
+        self.metrics.steps.lag_bound.set(algorithm.max_lag if algorithm.max_lag_of == "oldest_token" else None)
+        self.metrics.watch(view, lambda: self._phase_of(view()))
 
     def to_state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON-compatible values."""
-        return {"time_s": time.monotonic() - self._started_at, "totals": self.totals.to_state()}
+        return {"time_s": time.monotonic() - self._started_at, "totals": asdict(self.totals)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from an earlier trainer's `to_state`. The time between the two trainers does not count."""
@@ -118,7 +116,7 @@ class Recorder:
         self.totals = RunTotals.from_state(state["totals"])
 
     def training_begins(self) -> None:
-        log.info("run %s trains from version %d to %d", self._run, self._start.version, self._recipe.trainer.steps)
+        log.info("run %s trains from version %d to %d", self._context.run, self._start.version, self._recipe.trainer.steps)
         self._phase = trainer_pb2.TRAINER_PHASE_TRAINING
 
     def step(self, figures: StepRecord, batch: list[TrainingGroup], tokens_arrived: int) -> StepRecord:
@@ -159,7 +157,7 @@ class Recorder:
         self.totals.add_events(figures)
         for sample in result.samples:
             self._sample(sample_of(sample, self._tokenizer, step=result.version, version=result.version, heldout=True))
-        self._trackers.heldout(result)
+        self._trackers.heldout(figures)
 
     def parity(self, parity: Parity) -> None:
         self._arrived["parity_failures"] += len(parity.problems)
@@ -236,7 +234,7 @@ class Recorder:
         phase = self._phase_of(run)
         waiting_for = "" if phase == trainer_pb2.TRAINER_PHASE_FINISHED else run.waiting_for
         return trainer_pb2.TrainerStatus(
-            run=self._run,
+            run=self._context.run,
             phase=phase,
             policy_version=run.version,
             incarnation=self._start.lineage.incarnation,
@@ -279,7 +277,7 @@ class Recorder:
             "served_version": run.served_version,
             "incarnation": status.incarnation,
             "epoch": status.epoch,
-            "members": member_rows(run.updater.states, run.served_version, self._loads),
+            "members": member_rows(run.updater.states, run.updater.versions, self._loads),
             "sequences": run.ledger.counts,
             "actors_held_back": run.feeder.bounds.holds_actors_back,
             "reasons": {outcome.value: bounded(run.ledger.reasons(outcome)) for outcome in Outcome},
@@ -444,10 +442,6 @@ def answer_figures(batch: list[TrainingGroup], recipe: Recipe) -> dict[str, Any]
         missing = [one for one in sequences if one.reason.startswith(FOUND_NONE)]
         figures["identical_groups"] = float(np.mean([len({one.completion_text for one in group}) == 1 for group in groups]))
         figures["answers_absent"] = len(missing) / len(sequences)
-        figures["answers_missed"] = sum(map(has_reference, missing)) / len(sequences)
+        texts = [(str(reference_answer(one.reference_json) or "").strip(), one.completion_text) for one in missing]
+        figures["answers_missed"] = sum(occurs(reference, completion) for reference, completion in texts) / len(sequences)
     return figures
-
-
-def has_reference(sequence: Sequence) -> bool:
-    """Return whether the problem's reference occurs in the completion."""
-    return occurs(str(reference_answer(sequence.reference_json) or "").strip(), sequence.completion_text)

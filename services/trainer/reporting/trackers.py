@@ -1,11 +1,9 @@
-"""Experiment trackers (Weights & Biases, MLflow, TensorBoard), each with a bounded queue and its own thread.
+"""Experiment trackers (Weights & Biases, MLflow, TensorBoard), each with a bounded queue and its own thread (docs/trackers.md).
 
 The trainer queues points and never waits for a tracker's import, server or uploads. If a tracker hangs, its oldest queued
 points are lost. If it fails, one warning is logged. Only the end of the run waits for trackers, and for a bounded time.
 
-Each client is configured by its library's own environment variables. Unused libraries need not be installed. The libraries'
-logs and output are silenced, since they may contain secrets. Code, console output, checkpoints and machine statistics are not
-sent. Completions are sent only in a few tables of samples, whose number and size are bounded.
+The libraries' logs and output are silenced, since they may contain secrets. Completions are sent only in a few tables.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +36,6 @@ from pipelinerl.run_summary import StepRecord, leaves
 from pipelinerl.service.logs import without_secrets
 from pipelinerl.service.settings import TrainerSettings, host_port
 from services.trainer.checkpoint.run_state import Start
-from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.reporting.samples import Sample
 
 log = logging.getLogger(__name__)
@@ -183,17 +180,14 @@ class RunTrackers:
             tracker.send(lambda to: to.log(STEP, record["step"], time_s, step_figures(record)))
         self._send_samples(STEP, record["step"])
 
-    def heldout(self, result: HeldoutResult) -> None:
-        time_s = time.time()
-        figures = {
-            "heldout/accuracy": result.overall.accuracy.value,
-            "heldout/accuracy_lower_bound": result.overall.lower_bound,
-            "heldout/unanswered": float(result.overall.unanswered),
-            **flat({f"heldout/{name}": asdict(accuracy) for name, accuracy in result.sets.items()}),
-        }
+    def heldout(self, evaluation: StepRecord) -> None:
+        """Queue the figures of an evaluation, which are named as in metrics.jsonl."""
+        version, time_s = evaluation["heldout_version"], time.time()
+        overall = {name: evaluation[f"heldout_{name}"] for name in ("accuracy", "accuracy_lower_bound", "unanswered")}
+        figures = flat({"heldout": overall}) | flat({"heldout": evaluation["heldout_sets"]})
         for tracker in self._trackers:
-            tracker.send(lambda to: to.log(HELDOUT_VERSION, result.version, time_s, figures))
-        self._send_samples(HELDOUT_VERSION, result.version)
+            tracker.send(lambda to: to.log(HELDOUT_VERSION, version, time_s, figures))
+        self._send_samples(HELDOUT_VERSION, version)
 
     def _send_samples(self, axis: str, position: int) -> None:
         """Queue the next table if one is due: at the first and the last position, and about `MOST_TABLES` times in between."""

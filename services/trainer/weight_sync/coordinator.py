@@ -96,7 +96,8 @@ class VersionReady:
 
 @dataclass(frozen=True)
 class ServedFromLog:
-    """An actor that reads the weight log serves this version. If the epoch has no members, the version counts as served."""
+    """`version` is the newest that a reader of the weight log serves. An update to this or an older version then ends if the
+    epoch has no members."""
 
     version: int
 
@@ -129,7 +130,7 @@ Event = MembershipEvent | VersionReady | ServedFromLog | HoldCommits | TransferF
 
 @dataclass(frozen=True)
 class FormGroup:
-    """An epoch begins. Without members, its version waits for an actor to register."""
+    """An epoch begins. Without members, its version waits until an actor registers, or serves it from the weight log."""
 
     epoch: int
     members: tuple[Member, ...]
@@ -146,11 +147,6 @@ class Evicted:
 
 
 @dataclass(frozen=True)
-class SetDeadline:
-    """A phase begins, or goes on because a commit is held. Post `DeadlinePassed` after `due_s`."""
-
-
-@dataclass(frozen=True)
 class VersionServed:
     """All remaining members serve the version; if there are none, an actor that reads the weight log serves it."""
 
@@ -159,9 +155,10 @@ class VersionServed:
     members: tuple[str, ...]
 
 
-Action = FormGroup | Announce | Commit | Abort | Evicted | SetDeadline | VersionServed
+Action = FormGroup | Announce | Commit | Abort | Evicted | VersionServed
 """`Announce`, `Commit` and `Abort` are messages to the members, in which the caller sets further fields. The caller broadcasts
-the version after `Announce`, and closes the group after `Abort`, because the group may be stuck in a collective."""
+the version after `Announce`, and closes the group after `Abort`, because the group may be stuck in a collective. `FormGroup`,
+`Announce` and `Commit` begin a phase, after whose `due_s` the caller posts `DeadlinePassed`."""
 
 
 class Phase(Enum):
@@ -205,8 +202,7 @@ class Coordinator:
     @property
     def held(self) -> bool:
         """Return whether the version in transfer may be staged, but not committed yet."""
-        waits = self._under_way or self.phase is Phase.WAITING
-        return waits and self._held_above is not None and self.version > self._held_above
+        return self.phase is not Phase.IDLE and self._held_above is not None and self.version > self._held_above
 
     def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
         """Return how many seconds after its start the phase counts as stuck or too slow, if no further answer arrives.
@@ -304,7 +300,7 @@ class Coordinator:
             return []
         late = set(self.members) - self.answered.keys()
         if not late and TRAINER in self.answered:
-            return [SetDeadline()]  # all have staged the version; only its commit is held
+            return []  # all have staged the version; only its commit is held
         if not late or self._left:
             return self._restart("deadline passed on the trainer's side")
         return self._lose(late, f"deadline passed while {self.phase.value}", EvictionCause.DEADLINE)
@@ -325,7 +321,7 @@ class Coordinator:
                 return self._lose(wrong, "staged bytes differ from those sent", EvictionCause.CHECKSUM)
             if complete and not self.held:
                 self.phase, self.answered = Phase.COMMITTING, {}
-                return [Commit(epoch=self.epoch, version=self.version), SetDeadline()]
+                return [Commit(epoch=self.epoch, version=self.version)]
         if self.phase is Phase.COMMITTING and complete:
             self.phase = Phase.IDLE
             self._breaks = self._breaks and len(self.members) == 1
@@ -341,8 +337,7 @@ class Coordinator:
         self._newcomers -= set(self.members)
         self.answered, self._left = {}, set()
         self.phase = Phase.FORMING if members else Phase.WAITING
-        formed = FormGroup(self.epoch, tuple(members.values()))
-        return [formed, SetDeadline()] if members else [formed]
+        return [FormGroup(self.epoch, tuple(members.values()))]
 
     def _eligible(self) -> dict[str, Member]:
         """Return the members of an epoch that begins now, in order of their ranks."""
@@ -351,14 +346,13 @@ class Coordinator:
 
     def _send(self) -> list[Action]:
         self.phase, self.answered, self._left = Phase.SENDING, {}, set()
-        return [Announce(epoch=self.epoch, version=self.version), SetDeadline()]
+        return [Announce(epoch=self.epoch, version=self.version)]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
         """Remove members. Abort and form a new group if bytes are still to be sent, or if a commit loses its last member."""
         evicted: list[Action] = [Evicted(actor, self.epoch, reason, cause) for actor in sorted(actors)]
-        for actor in sorted(actors):
-            if self.present.get(actor) == self.members.get(actor):
-                self._benched[actor] = None
+        failed = (actor for actor in sorted(actors) if self.present.get(actor) == self.members.get(actor))
+        self._benched |= dict.fromkeys(failed)
         self._group_stands = False
         if self.phase in (Phase.FORMING, Phase.SENDING):
             return evicted + self._again(reason)

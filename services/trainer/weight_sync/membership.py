@@ -54,7 +54,8 @@ class UpdateObserver(Protocol):
 
 
 MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
-"""`joining`: on a side group. `waiting`: the actor serves no version or an old one. `leaving`: it is shutting down."""
+"""`joining`: on a side group, or reading its first version from the weight log. `waiting`: the actor serves no version or an
+old one. `leaving`: it is shutting down."""
 MOST_AT_ONCE = 4
 """Maximum number of side groups. One of them is reserved for newcomers."""
 MOST_IN_GROUP = 64
@@ -68,8 +69,6 @@ class _Registered:
     version: int = -1
     """Newest version that the actor is known to serve; -1 = none."""
     joined: bool = False
-    met: bool = False
-    """True after a group was built with this process."""
     failures: int = 0
     """Consecutive failures, in epochs or on side groups."""
     rest: int = 0
@@ -96,7 +95,7 @@ class Roster:
             known.member, known.rest = member, max(known.rest - 1, 0)
 
     def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
-        """Remove an actor that is no longer registered. A departure that was already reported is not reported again."""
+        """Remove an actor that is no longer registered. Return its departure, unless it never served or has been reported."""
         known = self._actors.pop(actor, None)
         self._behind.pop(actor, None)
         if known is None or not known.joined:
@@ -118,8 +117,7 @@ class Roster:
         changes = []
         self._expect(version)
         for member in members:
-            known = self._process(member)
-            if known is not None:
+            if known := self._process(member):
                 known.version, known.failures = version, 0
                 if version == self._newest:
                     self._behind.pop(member.actor, None)
@@ -133,18 +131,13 @@ class Roster:
         actors = list(self._actors.values())
         return {known.member.actor: known.member for known in actors if known.version == version >= 0}
 
-    def met(self, members: Iterable[Member]) -> None:
-        for known in map(self._process, members):
-            if known is not None:
-                known.met = True
-
-    def have_met(self, members: Iterable[Member]) -> bool:
-        return all(known is not None and known.met for known in map(self._process, members))
+    def have_served(self, members: Iterable[Member]) -> bool:
+        """Return whether each of these processes has served a version."""
+        return all(known is not None and known.version >= 0 for known in map(self._process, members))
 
     def side_failed(self, member: Member) -> None:
         """Record a failed side group. Each failure in a row doubles the actor's wait, up to `MOST_RESTED` heartbeats."""
-        known = self._process(member)
-        if known is not None:
+        if known := self._process(member):
             _rest(known)
 
     def outdated(self, joiners: Mapping[str, Member], epoch: Collection[str]) -> tuple[Member, ...]:
@@ -172,8 +165,8 @@ class Roster:
             self._behind = {actor: known for actor, known in self._actors.items() if known.version < version}
 
     def leaving(self, pod: PodEnd, present: Mapping[str, Member]) -> MembersLeaving | None:
-        """Return the departure that a pod's end causes; None if no actor of the pod is present. The actor of a deleted pod
-        departs twice: at the deletion, and when its processes have ended."""
+        """Return the departure that a pod's end causes; None if the pod has no actor. The actor of a deleted pod departs twice:
+        at the deletion, and when its processes have ended."""
         of_pod = [member for member in present.values() if member.pod_uid == pod.uid]
         told = () if pod.still_running else self._ended.get(pod.uid, ())
         if pod.final:
@@ -193,7 +186,7 @@ class Roster:
 
 
 class LogReaders(Roster):
-    """Actors that read the weight log, and are in no epoch. Their reports may come late. Pure."""
+    """Actors that read the weight log, and are in no epoch. Their reports may arrive out of order. Pure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,12 +199,12 @@ class LogReaders(Roster):
 
     @property
     def newest(self) -> int:
-        return max((known.version for known in self._actors.values()), default=-1)
+        return max(self.versions.values(), default=-1)
 
     @property
-    def states(self) -> dict[str, str]:
-        """Return each actor's state, one of `MEMBER_STATES`. Any thread may call this."""
-        return {actor: "serving" if known.joined else "joining" for actor, known in list(self._actors.items())}
+    def versions(self) -> dict[str, int]:
+        """Return the version that each actor serves; -1 = none. Any thread may call this."""
+        return {actor: known.version for actor, known in list(self._actors.items())}
 
     def serving(self, version: int) -> dict[str, Member]:
         """Return the actors that serve `version` and can be called; empty if it is negative. Any thread may call this."""

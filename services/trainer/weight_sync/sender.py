@@ -1,8 +1,7 @@
 """The trainer's end of the weight transfer: manifest, snapshots, groups and broadcasts, and the weight log.
 
 Only `snapshot` stops the optimizer. It copies the weights once, in the dtype of the transfer; on a device, a separate stream
-does the copy. A snapshot may be sent several times, on any group, on a background thread. Before each chunk, an int64[6] header
-is sent: magic, incarnation, version, chunk index, checksum, bytes. An abandoned group's thread ends within the stall timeout.
+does the copy. A snapshot may be sent several times, on any group, on a background thread.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ class WeightSender:
 
     @torch.no_grad()
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
-        """Copy the parameters. On a device, later changes must be queued on the caller's stream. Raises ManifestDiffers."""
+        """Copy the parameters. On a device, queue later changes of them on the caller's stream. Raises `ManifestDiffers`."""
         with self.placement.beside():
             num_bytes, device = self.manifest.total_bytes, self.placement.device
             if device.type == self.group_placement.device.type == "cpu":

@@ -1,7 +1,6 @@
 """Send policy versions to the actors: one transfer session serves the members of the epoch, and one serves each side group.
 
 `offer` returns when sending has begun, so the next batch is computed meanwhile. The epoch has at most one version in transfer.
-If no actor serves the first version in time, the run ends with the actors' reasons.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ MEETING_SHARE = 0.8
 """Share of the deadline within which all members of a group must connect. The error after this time names the missing members,
 and only these are evicted. The deadline itself would evict all members, so this share is below 1."""
 PATIENCE_S = 3.0
-"""Maximum seconds between two connections of members to a group. It applies only if each member was in a group before. A
-dead member is thus noticed long before its registration expires. A slow one is excluded, too, and returns on a side group."""
+"""Maximum seconds between two connections of members to a group. It applies only if each member has served a version. A dead
+member is thus noticed long before its registration expires. A slow one is excluded, too, and returns on a side group."""
 GATHER_S = 5.0
 """Maximum seconds to wait for further joining actors before a side group is opened; less if the last transfer took less."""
 ASSUMED_BYTES_PER_S = 40e6
-"""Assumed transfer rate until one has been measured. A network may be up to `coordinator.SLOW` times slower."""
+"""Assumed rate of a transfer before the first one. A network may be up to `coordinator.SLOW` times slower."""
 MOST_REASONS = 16
 """Maximum number of actors whose reason for not serving is kept."""
 
@@ -60,7 +59,6 @@ class TransferSession:
     def __init__(self, updater: WeightUpdater, coordinator: c.Coordinator, joiners: Iterable[c.Member] = ()) -> None:
         self._updater, self.coordinator = updater, coordinator
         self.joiners = {member.actor: member for member in joiners}
-        self._is_side = bool(self.joiners)
         self._phase_at_s, self._answers_s = 0.0, list[float]()
         self.record = UpdateRecord(-1)
         self._span: Span = INVALID_SPAN
@@ -139,16 +137,16 @@ class TransferSession:
                 self._end_spans(action.reason, of_commit_only=True)
                 await self._say("abort", action)
                 await self._stop_transfer()
-            case c.SetDeadline():
-                self._phase_at_s, self._answers_s = time.monotonic(), []
-                self._set_timer()
             case c.VersionServed():
                 self.record.round_trip_s = time.monotonic() - self._begun_at
                 self._end_spans()
             case c.Evicted(actor, epoch, reason):
-                if self._is_side:  # for other members, the recorder logs it
+                if self.joiners:  # for other members, the recorder logs it
                     log.warning("actor %s leaves side group %d: %s", actor, epoch, reason)
                 self._span.add_event("evicted", {a.ACTOR: actor, a.REASON: reason})
+        if isinstance(action, c.FormGroup | pb.Announce | pb.Commit):  # a phase begins
+            self._phase_at_s, self._answers_s = time.monotonic(), []
+            self._set_timer()
 
     async def _form_group(self, epoch: int, members: tuple[c.Member, ...]) -> None:
         await self._stop_transfer()
@@ -156,7 +154,7 @@ class TransferSession:
             return
         updater = self._updater
         world_size = 1 + sum(member.ranks for member in members)
-        patience_s = PATIENCE_S if updater.roster.have_met(members) else None
+        patience_s = PATIENCE_S if updater.roster.have_served(members) else None
         group = updater.sender.open_group(epoch, world_size, MEETING_SHARE * updater.deadline_s, patience_s)
         self._group = group
         start = pb.EpochStart(
@@ -178,7 +176,6 @@ class TransferSession:
             missing = actors_of(error.missing, members) if isinstance(error, DeadlineExceeded) else ()
             self._updater.post(self, c.TransferFailed(epoch, str(error), missing))
         else:
-            self._updater.roster.met(members)
             self._updater.post(self, pb.EpochJoined(actor=c.TRAINER, epoch=epoch))
 
     async def _broadcast(self, group: CollectiveGroup, snapshot: Snapshot, epoch: int, version: int) -> None:
@@ -189,7 +186,7 @@ class TransferSession:
             self._updater.post(self, c.TransferFailed(epoch, str(error)))
             return
         self.record.num_bytes, self.record.transfer_s = sent.num_bytes, sent.seconds
-        if not self._is_side and 2 * sent.num_bytes > self._updater.sender.manifest.total_bytes:
+        if not self.joiners and 2 * sent.num_bytes > self._updater.sender.manifest.total_bytes:
             self._updater.transfers_s.append(sent.seconds * self._updater.sender.manifest.total_bytes / sent.num_bytes)
         self._updater.post(self, pb.Staged(actor=c.TRAINER, epoch=epoch, version=version, checksum=sent.checksum))
 
@@ -206,7 +203,7 @@ class TransferSession:
     async def _say(self, kind: str, order: Control, span: Span = INVALID_SPAN) -> None:
         order.incarnation = self._updater.incarnation
         payload, members = order.SerializeToString(), self.coordinator.members
-        actors = [name for name in self.joiners if kind == "abort" or name in members] if self._is_side else [""]
+        actors = [name for name in self.joiners if kind == "abort" or name in members] if self.joiners else [""]
         headers, bus = headers_of(trace_of(span)), self._updater.bus
         calls = [partial(bus.publish_control, kind, payload, actor, headers) for actor in actors]
         await asyncio.gather(*(retry_forever(call, f"publish {kind!r}") for call in calls))
@@ -225,10 +222,10 @@ class TransferSession:
 
 
 class WeightUpdater:
-    """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time
-    from the offer of the first version until an actor serves it. `on_change`: called when a version is served or actors are
-    gone. `log`: writer of the weight log, if there is one. If all actors read this log, a version counts as served once one of
-    them serves it."""
+    """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time,
+    besides that for sending, from the offer of the first version until an actor serves it. `on_change`: called when a version
+    is served or actors are gone. `log`: writer of the weight log, if there is one. If all actors read this log, a version
+    counts as served once one of them serves it."""
 
     def __init__(
         self,
@@ -268,13 +265,13 @@ class WeightUpdater:
 
     @property
     def members(self) -> dict[str, c.Member]:
-        """Return the epoch's members, and the actors that read the weight log and can be called."""
+        """Return the epoch's members, and the readers of the weight log that have a gRPC address."""
         readers = {actor: member for actor, member in self.readers.members.items() if member.grpc_address}
         return self._main.coordinator.members | readers
 
     @property
     def serving(self) -> dict[str, c.Member]:
-        """Return the actors that are known to serve `served_version`, and can be called."""
+        """Return the actors that are known to serve `served_version`, without log readers that cannot be called."""
         return self.roster.serving(self.served_version) | self.readers.serving(self.served_version)
 
     @property
@@ -285,8 +282,14 @@ class WeightUpdater:
             name: "joining" if name in joining else "serving" if name in serving else "waiting"
             for name in list(self._main.coordinator.present)
         }
-        states |= self.readers.states
+        states |= {name: "joining" if version < 0 else "serving" for name, version in self.readers.versions.items()}
         return states | dict.fromkeys(set(self._draining) - states.keys(), "leaving")
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Return the version of each actor with the state "serving". Any thread may call this."""
+        members = dict.fromkeys(self.roster.serving(self.served_version), self.served_version)
+        return members | {name: version for name, version in self.readers.versions.items() if version >= 0}
 
     @property
     def limit_s(self) -> float:
@@ -376,8 +379,8 @@ class WeightUpdater:
             unwritten = f"weights.log cannot be written: {self.log.problem}. " if self.log and self.log.problem else ""
             raise ServiceError(
                 f"no actor served version {self._main.record.version} within {self._join_timeout_s:g} s "
-                f"(weights.join_timeout_s). {unwritten}Actors that cannot join: {self.reasons or 'none'}. "
-                "Look at the actors' logs, or raise the timeout"
+                f"(weights.join_timeout_s) plus the time for sending. {unwritten}Actors that cannot join: "
+                f"{self.reasons or 'none'}. Look at the actors' logs, or raise the timeout"
             ) from error
 
     async def _watch_members(self) -> None:
@@ -392,7 +395,7 @@ class WeightUpdater:
                     said = decode_control(event.payload, pb.Registration)
                 except MessageError as error:
                     self.bad_messages += 1
-                    log.error("registration of %s is set aside: %s", event.actor, error, extra=AGGREGATED)
+                    log.error("registration of %s is ignored: %s", event.actor, error, extra=AGGREGATED)
                     continue
                 member = c.Member(said.actor, said.process, said.ranks, said.grpc_address, said.pod_uid)
                 if said.phase == "starting":  # an older process of that actor is gone
@@ -429,7 +432,7 @@ class WeightUpdater:
                     answer: c.Answer = decode_control(message.payload, ANSWER_TYPES[message.kind])
                 except MessageError as error:
                     self.bad_messages += 1
-                    log.error("answer %s of %s is set aside: %s", message.kind, message.actor, error, extra=AGGREGATED)
+                    log.error("answer %s of %s is ignored: %s", message.kind, message.actor, error, extra=AGGREGATED)
                     continue
                 about = {a.ACTOR: message.actor, **a.messaging("process", f"control.{message.kind}")}
                 trace = trace_in(message.headers)  # the actor's trace continues in the trainer
