@@ -85,7 +85,6 @@ class Replay:
         self.trained_branches = 0
         self.reserved = 0
         self.next_group = 0
-        self.newest_group = ""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -97,9 +96,9 @@ class Replay:
     def was_trained(self, group: str, sample: int) -> bool:
         return bool(self._trained.get(group, 0) >> sample & 1)
 
-    def untouched(self, group: str) -> bool:
-        """Return whether every sample of the group is in flight."""
-        return self._open.get(group, 0) == (1 << self._samples.get(group, 0)) - 1
+    def is_newest_and_untouched(self, group: str) -> bool:
+        """Return whether the group was issued last and every sample of it is in flight."""
+        return group == next(reversed(self._samples), "") and self._open.get(group) == (1 << self._samples[group]) - 1
 
     def in_flight(self) -> Iterator[tuple[str, int]]:
         """Yield (group, sample) in order of issue."""
@@ -122,16 +121,9 @@ class Replay:
             self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
 
     def reserve(self, event: Event) -> None:
-        """Record a reservation, even an undone one, because its groups may still be on the streams."""
-        groups = event.get("groups")
-        if isinstance(groups, int):
+        """Record a reservation, even an undone one, because its groups may still be on the streams. Ignore other events."""
+        if event.get("event") == "reserve" and isinstance(groups := event.get("groups"), int):
             self.reserved = max(self.reserved, groups)
-
-    def start(self, version: int, incarnation: int) -> None:
-        """Check that a starting trainer continues from the version that the replay has reached."""
-        if version != self.version:
-            problem = f"incarnation {incarnation} claims to go on from version {version}, but the journal is at {self.version}"
-            self._findings.add(Check.RESTARTS, problem)
 
     def _issue(self, group: str, samples: int) -> None:
         if samples < 1:
@@ -151,7 +143,6 @@ class Replay:
         self._samples[group] = samples
         self._open[group] = (1 << samples) - 1
         self._issued += samples
-        self.newest_group = group
 
     def _close(self, outcome: Outcome, event: Event) -> None:
         ended = sum(self._end(sequence_id, outcome) for sequence_id in event["ids"])

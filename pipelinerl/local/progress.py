@@ -85,11 +85,10 @@ class RunState:
     run: str
     total_steps: int
     phase: str = "starting"
-    last: Metrics = field(default_factory=dict)
     heldout: list[tuple[int, float]] = field(default_factory=list)
     """(policy version, accuracy) of each evaluation."""
     history: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
-    """Metrics of the newest steps, including `last`."""
+    """Metrics of the newest steps."""
     furthest: int = 0
     """The highest step so far, including steps that a restart undid."""
     heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
@@ -109,6 +108,10 @@ class RunState:
     """Seconds from the runner's start to the report of the newest step."""
 
     @property
+    def last(self) -> Metrics:
+        return self.history[-1] if self.history else {}
+
+    @property
     def step(self) -> int:
         return int(self.last.get("step") or 0)
 
@@ -118,7 +121,6 @@ class RunState:
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
             self.rewind(step - 1)
-        self.last = metrics
         self.furthest = max(self.furthest, step)
         self.history.append(metrics)
         if elapsed_s is not None:
@@ -136,10 +138,10 @@ class RunState:
         self.heard_s.clear()
         if version >= self.step:
             return
-        while self.history and int(self.history[-1].get("step") or 0) > version:
+        while self.step > version:
             self.history.pop()
-        known = {"step": version, "policy_version": version} if version else {}
-        self.last = self.history[-1] if self.history else known
+        if version > self.step:  # the version's own metrics are forgotten
+            self.history.append({"step": version, "policy_version": version})
         self.heldout = [one for one in self.heldout if one[0] <= version]
 
     def on_end(self, how: str) -> None:
@@ -288,7 +290,7 @@ def _actor_text(name: str, actor: ActorState | str, restarts: int) -> str:
 PLAIN_EVERY_S = 5.0
 """Minimum time between lines about steps. The final step is always shown."""
 QUIET_S = 60.0
-"""Minimum time without a step after which a line reports the pause. It doubles with each such line."""
+"""Minimum time without a step after which a line reports the pause. The time doubles with each such line."""
 _PHASE_EVERY_S = 2.0
 """Minimum time between lines about the phase, before the first step."""
 

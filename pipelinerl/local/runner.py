@@ -1,8 +1,9 @@
 """One run on this machine: start its services in order, restart them, and stop them in order.
 
 The order is NATS, initial model, verifier, actors, trainer. At the stop, the trainer writes a checkpoint, which may take
-minutes. Meanwhile the actors stop, and then the verifier. NATS stops last, because all others need it. A process that ends is
-restarted, even after exit code 0, a bounded number of times in a row. A run is finished when the trainer's summary says so.
+minutes. Meanwhile the actors stop, and then the verifier. NATS stops last, because all others need it. A run is finished when
+the trainer's summary says so. Until then, a process that ends is restarted, a bounded number of times in a row, unless its exit
+code reports a user's mistake.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pipelinerl.local.processes import (
     ServiceProcess,
     bound_log,
     http_status,
+    kill_session,
     living_names,
     raise_open_files,
     service_of,
@@ -74,12 +76,11 @@ from pipelinerl.service.tls import read_certificates
 from pipelinerl.telemetry.metrics import RunRegistry
 
 STOP_WITHIN_S = 12.0
-"""Time limit of the stop after Ctrl-C. The trainer gets additional time for its checkpoint."""
+"""Time limit of the stop. The trainer gets additional time for its checkpoint."""
 STOP_CHECKPOINT = "PIPELINERL_STOP_CHECKPOINT_S"
 _RESERVED_S = {"model": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
 """Seconds of `STOP_WITHIN_S` that a kind of process must leave to the kinds that stop later."""
 _VERIFIER_READY_S = 120.0
-_REFRESH_S = 0.5
 _DISK_S = 1.0
 """Seconds between two checks of the free disk space."""
 _UNLEARNED_STEPS = 5
@@ -120,7 +121,7 @@ class LocalRun:
     """`ServiceLaunches` describes this field and `placement`."""
     metrics_port: int = 0
     """Port of /metrics and /targets on this machine; 0 = any free port."""
-    refresh_s: float = _REFRESH_S
+    refresh_s: float = 0.5
     """Seconds between two updates of the display, and between two checks of the wanted number of actors."""
     reserve_bytes: int = RESERVE_BYTES
     """Bytes that must stay free on the run's disk in addition to the next checkpoint. With fewer, the run ends cleanly."""
@@ -203,20 +204,16 @@ class LocalRun:
             stack.push_async_callback(self._stop_services)
             stack.push_async_callback(self._stop, "model")
             nats = await self._start_nats()
-            self._launches.model_dir = await initial_model(self.recipe, self._launches, self._process, self._set_phase)
+            self._launches.model_dir = await initial_model(self._launches, self._process, self._set_phase)
             verifier = await self._start_verifier()
             await self._scale(self._actors_wanted())
-            trainer = self._service(TRAINER, self._prepare_trainer, follows_run=True)
+            trainer = self._service(TRAINER, self._prepare_trainer)
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
         """Start the trainer and wait for the run's end. Raises `ServiceError` if a service fails for good."""
-
-        def actors() -> list[Service]:
-            return [self._actors[number] for number in sorted(self._actors)]
-
         async with asyncio.TaskGroup() as group:
-            watching = watch_actors(actors, self._certificates, self._state)
+            watching = watch_actors(self._actors, self._certificates, self._state)
             upkeep = watching, self._keep(nats), self._keep(verifier), self._keep_actors(), self._watch_disk()
             beside = list(map(group.create_task, upkeep))
             await self._engines_measured()
@@ -246,9 +243,9 @@ class LocalRun:
     async def _start_nats(self) -> Service:
         """Start NATS, whose address file exists while it runs. A restart keeps port and streams, so the services reconnect."""
         self._set_phase("starting nats-server")
-        store, log_file = self.run_dir.nats_store.resolve(), self.run_dir.log(NATS).resolve()
-        server = NatsServer(store, extra=self._nats_security, log_file=log_file)
-        service = self._service(NATS, lambda: self._launches.nats(server.prepare()), follows_run=True)
+        log, address_file = self.run_dir.log(NATS).resolve(), self.run_dir.address(NATS)
+        server = NatsServer(self.run_dir.nats_store.resolve(), extra=self._nats_security, log_file=log)
+        service = self._service(NATS, lambda: Launch(NATS, server.prepare(), self._launches.environment, log, address_file))
         process = await self._start(service)
         self._launches.nats_url = await server.reached(process)
         server.port = int(self._launches.nats_url.rpartition(":")[2])
@@ -262,7 +259,7 @@ class LocalRun:
     async def _start_verifier(self) -> Service:
         self._set_phase("starting the verifier")
         address: ServiceAddress | None = None
-        service = self._service("verifier", lambda: self._launches.verifier(again=address), follows_run=True)
+        service = self._service("verifier", lambda: self._launches.verifier(again=address))
         address = await (await self._start(service)).ready(_VERIFIER_READY_S)
         self._launches.verifier_address = address.grpc
         self._set_phase("starting trainer and actors")
@@ -327,7 +324,7 @@ class LocalRun:
                 written, seen_s = now, time.monotonic()
             await asyncio.sleep(self.refresh_s)
         self._note(f"the trainer has not answered and has written nothing for {duration(quiet_s)}: it hangs and is killed")
-        trainer.kill()
+        kill_session(trainer.pid)
 
     def _begin_to_stop(self) -> float:
         """Begin the stop, unless it has begun, and return the time at which its time limit ends."""
@@ -358,8 +355,8 @@ class LocalRun:
 
     # Restarts.
 
-    def _service(self, name: str, prepare: Callable[[], Launch], follows_run: bool = False) -> Service:
-        return Service(name, prepare, replace(self.restarts), follows_run)
+    def _service(self, name: str, prepare: Callable[[], Launch]) -> Service:
+        return Service(name, prepare, replace(self.restarts))
 
     async def _start(self, service: Service) -> ServiceProcess:
         """Start a service. Raises `ServiceError` if its command cannot be executed."""
@@ -378,8 +375,7 @@ class LocalRun:
             model = Path(self._launches.model_dir)
             if is_built(self.recipe.model) and not is_complete(model):
                 self._note(f"{model} has been removed: the initial model is made again, because a service needs it to start")
-                make = initial_model(self.recipe, self._launches, self._process, self._set_phase)
-                self._launches.model_dir = await make
+                self._launches.model_dir = await initial_model(self._launches, self._process, self._set_phase)
 
     async def _keep(self, service: Service) -> None:
         """Restart the process when it ends, until the run is finished. Raises `ServiceError` if no restart is left."""
@@ -392,7 +388,8 @@ class LocalRun:
                 return
             await process.kill_and_wait()  # Remaining workers would keep ports and cores.
             served = served or process.launch.address_file.is_file()
-            reached = self._state.furthest if service.follows_run else 0
+            # Other actors may cause the run's progress, so it does not count for an actor.
+            reached = 0 if service_of(service.name) == "actor" else self._state.furthest
             delay_s = service.restarts.next_delay_s(time.monotonic() - started_s, code, served, reached)
             if delay_s is None:
                 raise process.died(service.restarts.in_a_row)
@@ -462,8 +459,8 @@ class LocalRun:
             self._note(f"{died.name} is given up: {died}")
 
     async def _scale(self, count: int) -> None:
-        """Start or stop actors until there are `count`. Actors that were given up are removed first, and then those with the
-        highest numbers. New actors get the lowest free numbers. Raises `ServiceError` if an actor cannot be executed."""
+        """Remove all actors that were given up, and then start or stop actors until there are `count`. Those with the highest
+        numbers are stopped. New actors get the lowest free numbers. Raises `ServiceError` if an actor cannot be executed."""
         if count == 0:
             self._note("the number of actors is 0: nothing is generated until you run `pipelinerl scale actors N`")
         ordered = sorted(self._actors, key=lambda number: (self._actors[number].given_up, number))
@@ -562,7 +559,7 @@ class LocalRun:
         self._interrupts += 1
         if self._interrupts > 1:
             for process in self._processes.values():
-                process.kill()
+                kill_session(process.pid)
         elif self._stop_by_s is None:
             self._begin_to_stop()
             self._running.cancel()

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from pipelinerl.bus.permissions import ACTOR, TRAINER
 from pipelinerl.initial_model import COMPILED, built_folder, cache_folder, is_built, is_complete, why_unwritable
-from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, service_of, why_taken
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.model_folder import model_folder
@@ -119,7 +118,7 @@ COMMANDS = {
 
 @dataclass
 class ServiceLaunches:
-    """Makes the `Launch` of each service of a run. All services inherit `environment`."""
+    """Makes the `Launch` of each service except NATS. All services inherit `environment`."""
 
     recipe: Recipe
     run_dir: RunDir
@@ -135,10 +134,6 @@ class ServiceLaunches:
     verifier_address: str = ""
     model_dir: str = ""
     """Folder of the initial policy; empty = the services fetch a hub model."""
-
-    def nats(self, command: tuple[str, ...]) -> Launch:
-        log, address_file = self.run_dir.log(NATS).resolve(), self.run_dir.address(NATS).resolve()
-        return Launch(NATS, command, self.environment, log, address_file)
 
     def verifier(self, again: ServiceAddress | None = None) -> Launch:
         """Return the verifier's launch. After a restart, it keeps its previous address `again`, because actors use it."""
@@ -208,13 +203,13 @@ def _port(address: str) -> str:
 
 
 async def initial_model(
-    recipe: Recipe,
     launches: ServiceLaunches,
     run_process: Callable[[Launch], AbstractAsyncContextManager[ServiceProcess]],
     report: Callable[[str], None],
 ) -> str:
     """Return the folder of the initial policy; "" for a hub model, which the services fetch. If the folder must be built, a
     process started by `run_process` builds it, and `report` is called with its progress. Raises `ServiceDied` if that fails."""
+    recipe = launches.recipe
     if not is_built(recipe.model):
         folder = model_folder(recipe.model)
         return "" if folder is None else str(folder.resolve())
