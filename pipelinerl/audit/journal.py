@@ -1,21 +1,7 @@
 """The run's journal, `ledger.jsonl`: an append-only file with one event per line, from issue to end of every sequence.
 
-The field `event` names the kind of event:
-
-    start       incarnation, version, keep    a trainer started from `version`; bytes from `keep` to this line are undone
-                                              `changes` of the recipe, if there are any
-    reserve     groups                        groups numbered below this may be published from now on
-    issue       group, samples, version
-    close       outcome, reason, ids          if trained, also the `version` that the step made, the number of `branches`,
-                                              and the sampled `tokens` of these branches
-    weights     version, sha256               with `record: true`, the digest of this version's weights as actors get them
-    step        version, counts               the ledger's own counts after that step
-    checkpoint  version, position             the checkpoint is on disk, and covers SEQUENCES up to `position`
-    position    position                      the streams are new or were emptied; SEQUENCES is read after `position`
-    end         version, finished
-    rollback    version                       the next trainer starts from `version`, if the rollback was not killed
-
-A last line without a line end does not count.
+The field `event` names the kind of event. docs/run-directory.md lists the kinds with their fields. A last line
+without a line end does not count.
 """
 
 from __future__ import annotations
@@ -36,7 +22,8 @@ Event = dict[str, Any]
 
 class Journal:
     """Append events. After `flush`, they survive the death of this process; after `sync`, that of the machine. Raises
-    `FieldError` if another process has the journal open and either of the two opened it `alone`."""
+    `FieldError` if another process has the journal open and either of the two opened it `alone`, or if it is opened `alone` on
+    a file system without locks."""
 
     def __init__(self, path: Path, *, alone: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

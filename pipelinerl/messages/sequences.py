@@ -383,7 +383,12 @@ def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
     check_token_ids(group.prompt_token_ids, _GROUP, "prompt_token_ids")
     if not len(group.prompt_token_ids) and not group.episodic:
         raise MessageError(_GROUP, "prompt_token_ids", "is empty")
-    check_sampling(group.sampling, _GROUP, "sampling.")
+    check_finite(group.sampling.temperature, _GROUP, "sampling.temperature", at_least=0.0)
+    check_uint(group.sampling.max_tokens, _GROUP, "sampling.max_tokens", at_least=1)
+    for token_id in group.sampling.stop_token_ids:
+        check_uint(token_id, _GROUP, "sampling.stop_token_ids", bits=31)
+    if "" in group.sampling.stop:
+        raise MessageError(_GROUP, "sampling.stop", "holds an empty text, which would end every completion")
     for name in ("problem_index", "seed", "issued_version"):
         check_uint(getattr(group, name), _GROUP, name, bits=64)
     _check_num_samples(group.num_samples, _GROUP, "num_samples")
@@ -418,16 +423,6 @@ def _check_partial(partial: PartialSequence, max_tokens: int) -> None:
 def _check_num_samples(number: int, kind: str, field: str) -> None:
     if not 1 <= number <= MAX_SAMPLES:
         raise MessageError(kind, field, f"{number} is not in [1, {MAX_SAMPLES}]")
-
-
-def check_sampling(sampling: SamplingParams, kind: str, prefix: str = "") -> None:
-    """Raise `MessageError` for a setting with which no engine can sample."""
-    check_finite(sampling.temperature, kind, f"{prefix}temperature", at_least=0.0)
-    check_uint(sampling.max_tokens, kind, f"{prefix}max_tokens", at_least=1)
-    for token_id in sampling.stop_token_ids:
-        check_uint(token_id, kind, f"{prefix}stop_token_ids", bits=31)
-    if "" in sampling.stop:
-        raise MessageError(kind, f"{prefix}stop", "holds an empty text, which would end every completion")
 
 
 def _check_tokens(tokens: Completion, kind: str, prefix: str, turns: tuple[Turn, ...] = ()) -> None:
