@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +21,25 @@ JOURNAL = "ledger.jsonl"
 Event = dict[str, Any]
 
 
-class Journal:
-    """Append events. After `flush`, they survive the death of this process; after `sync`, that of the machine. Raises
-    `FieldError` if another process has the journal open and either of the two opened it `alone`, or if it is opened `alone` on
-    a file system without locks."""
+class Journal(ExitStack):
+    """Append events, as a context manager. After `flush`, they survive the death of this process; after `sync`, that of the
+    machine. Raises `FieldError` if another process has the journal open and either of the two opened it `alone`, or if it is
+    opened `alone` on a file system without locks."""
 
     def __init__(self, path: Path, *, alone: bool = False) -> None:
+        super().__init__()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file = self.enter_context(path.open("ab"))
         try:
             fcntl.flock(self._file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except OSError as error:
             if alone or isinstance(error, BlockingIOError):  # some network file systems have no locks
-                self._file.close()
+                self.close()
                 fix = "a trainer or a rollback of this run may be using it; wait until it ends, or stop it"
                 raise FieldError("RUN", str(path), f"cannot be locked ({error.strerror}); {fix}") from error
         self.size = sum(len(line) for _, line in read_lines(path))  # a truncated last line is dropped
         """Size in bytes, including events that are not flushed yet: the offset of the next event."""
         self._file.truncate(self.size)
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._file.close()
 
     def write(self, event: Mapping[str, Any]) -> None:
         self.size += self._file.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")

@@ -56,15 +56,11 @@ def report_html(data: Mapping[str, Any], draw: str = "PrlReport.report", scripts
     return Template(asset("report.html")).substitute(
         title=html.escape(f"{data['run']} - PipelineRL"),
         css=asset("page.css"),
-        data=script_json(data),
+        # Without `<`, model output can neither end the <script> element nor add one.
+        data=to_json(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
         scripts="".join(asset(name) for name in scripts),
         draw=draw,
     )
-
-
-def script_json(data: Mapping[str, Any]) -> str:
-    """Return JSON for a <script> element. It contains no `<`, so that model output can neither end the element nor add one."""
-    return to_json(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 _REASONS_SHOWN = 3

@@ -65,10 +65,8 @@ def sparkline(values: Iterable[float], width: int) -> str:
 Metrics = Mapping[str, Any]
 """A line of metrics.jsonl."""
 
-_RATE_STEPS = 20
 _UNSTEADY_S = 10.0
 """The remaining time is shown for at least this long after a step, because a short pause says nothing about the pace."""
-_HISTORY_STEPS = 400
 
 
 def phase_of(actor: ActorState | str) -> str:
@@ -87,11 +85,11 @@ class RunState:
     phase: str = "starting"
     heldout: list[tuple[int, float]] = field(default_factory=list)
     """(policy version, accuracy) of each evaluation."""
-    history: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
+    history: deque[Metrics] = field(default_factory=lambda: deque(maxlen=400))
     """Metrics of the newest steps."""
     furthest: int = 0
     """The highest step so far, including steps that a restart undid."""
-    heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
+    heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=20))
     """(step, seconds from the runner's start until the step was reported) of the newest steps."""
     actors: Mapping[str, ActorState | str] = field(default_factory=dict)
     """Each actor's state, or the reason why it is unknown, by the actor's name."""
@@ -171,7 +169,7 @@ def silence(state: RunState, elapsed_s: float) -> str:
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
     serving = sum(phase_of(actor) == "serving" for actor in state.actors.values())
-    others = [_actor_text(name, actor, state.restarts[name]) for name, actor in state.actors.items()]
+    others = _actor_texts(state)
     told = [f"no step for {duration(quiet_s)}: {state.phase}{_restarts_text(state)}"]
     if others or state.sequences:
         told.append(f"{serving} of {counted(len(others), 'actor')} serving" + (f" ({'; '.join(others)})" if others else ""))
@@ -194,7 +192,6 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
     """Return the live display's (label, text) rows. The labels are always the same."""
     last = state.last
     rewards = [one["reward_mean"] for one in state.history if one.get("reward_mean") is not None]
-    actors = [_actor_text(name, actor, state.restarts[name]) for name, actor in state.actors.items()]
     return [
         ("step", f"{state.step} of {state.total_steps} ({percent(fraction_done(state))}), {_time_text(state, elapsed_s)}"),
         ("policy version", number(last.get("policy_version"))),
@@ -205,7 +202,7 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
         ("tokens/s", _rates_text(last)),
         ("actor stall", _stall_text(state)),
         ("sequences", _sequences_text(state.sequences)),
-        ("actors", "; ".join(actors) or "-"),
+        ("actors", "; ".join(_actor_texts(state)) or "-"),
         ("now", silence(state, elapsed_s) or state.phase + _restarts_text(state)),
         ("live page", state.page or "-"),
     ]
@@ -280,15 +277,16 @@ def _restarts_text(state: RunState) -> str:
     return f" (restarted: {', '.join(others)})" if others else ""
 
 
-def _actor_text(name: str, actor: ActorState | str, restarts: int) -> str:
-    text = f"{name} {phase_of(actor)}"
-    if not isinstance(actor, str) and actor.phase in (actor_pb2.ACTOR_PHASE_SERVING, actor_pb2.ACTOR_PHASE_DRAINING):
-        text += f" v{actor.policy_version}, {actor.sequences_in_progress} in progress"
-    return text + (f", restarted {restarts}x" if restarts else "")
+def _actor_texts(state: RunState) -> list[str]:
+    texts = []
+    for name, actor in state.actors.items():
+        text, restarts = f"{name} {phase_of(actor)}", state.restarts[name]
+        if not isinstance(actor, str) and actor.phase in (actor_pb2.ACTOR_PHASE_SERVING, actor_pb2.ACTOR_PHASE_DRAINING):
+            text += f" v{actor.policy_version}, {actor.sequences_in_progress} in progress"
+        texts.append(text + (f", restarted {restarts}x" if restarts else ""))
+    return texts
 
 
-PLAIN_EVERY_S = 5.0
-"""Minimum time between lines about steps. The final step is always shown."""
 QUIET_S = 60.0
 """Minimum time without a step after which a line reports the pause. The time doubles with each such line."""
 _PHASE_EVERY_S = 2.0
@@ -296,9 +294,10 @@ _PHASE_EVERY_S = 2.0
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
-    """Print plain lines: steps, at most one per `every_s`; phases before the first step and during the stop; long pauses."""
+    """Print plain lines: steps, at most one per `every_s` seconds and always the final one; phases before the first step and
+    during the stop; long pauses."""
 
-    def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
+    def __init__(self, stream: TextIO, every_s: float = 5.0) -> None:
         self._stream, self._every_s = stream, every_s
         self._shown_step, self._shown_at_s = 0, float("-inf")
         self._shown_phase, self._phase_at_s, self._noted = "", float("-inf"), ""

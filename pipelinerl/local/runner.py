@@ -27,7 +27,7 @@ from pipelinerl.local.ending import Ending
 from pipelinerl.local.following import follow_trainer, watch_actors
 from pipelinerl.local.metrics import RunnerMetrics, runner_http
 from pipelinerl.local.nats import NAME as NATS
-from pipelinerl.local.nats import NatsServer
+from pipelinerl.local.nats import nats_command, nats_reached
 from pipelinerl.local.processes import (
     Launch,
     Restarts,
@@ -243,12 +243,15 @@ class LocalRun:
     async def _start_nats(self) -> Service:
         """Start NATS, whose address file exists while it runs. A restart keeps port and streams, so the services reconnect."""
         self._set_phase("starting nats-server")
-        log, address_file = self.run_dir.log(NATS).resolve(), self.run_dir.address(NATS)
-        server = NatsServer(self.run_dir.nats_store.resolve(), extra=self._nats_security, log_file=log)
-        service = self._service(NATS, lambda: Launch(NATS, server.prepare(), self._launches.environment, log, address_file))
-        process = await self._start(service)
-        self._launches.nats_url = await server.reached(process)
-        server.port = int(self._launches.nats_url.rpartition(":")[2])
+        folder, log, port = self.run_dir.nats_store.resolve(), self.run_dir.log(NATS).resolve(), 0
+
+        def prepare() -> Launch:
+            command = nats_command(folder, log, port, self._nats_security)
+            return Launch(NATS, command, self._launches.environment, log, self.run_dir.address(NATS))
+
+        service = self._service(NATS, prepare)
+        self._launches.nats_url = await nats_reached(folder, await self._start(service))
+        port = int(self._launches.nats_url.rpartition(":")[2])
         self._announce_nats()
         return service
 
