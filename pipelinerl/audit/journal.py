@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, UserError
 
 JOURNAL = "ledger.jsonl"
 
@@ -54,11 +54,12 @@ class Journal(ExitStack):
 
 
 def read_events(path: Path) -> Iterator[tuple[int, Event]]:
-    """Yield (byte offset, event) in order; nothing without a file. Raises `ValueError` if a whole line is not an event."""
+    """Yield (byte offset, event) in order; nothing without a file. Raises `UserError` if a whole line is not an event."""
     for offset, line in read_lines(path):
         event = parse_event(line)
         if event is None:
-            raise ValueError(f"{path.name}: the line at byte {offset} is not an event: {line[:80]!r}")
+            fix = "restore the file from a copy, or start a new run"
+            raise UserError(f"{path}: the line at byte {offset} is not an event: {line[:80]!r}; {fix}")
         yield offset, event
 
 

@@ -63,26 +63,22 @@ def _thread_env(threads: int) -> dict[str, str]:
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use: by its CPU affinity, or by its cgroup's quota if that is smaller."""
-    return min(_allowed_cores(), _quota_cores() or _allowed_cores())
+    """Return how many cores this process may use: the smaller one of its CPU affinity and its cgroup's quota, rounded up."""
+    allowed = _allowed_cores()
+    if not _CGROUP_QUOTA.is_file():  # there is no cgroup v2
+        return allowed
+    quota, _, period = _CGROUP_QUOTA.read_text().strip().partition(" ")
+    return allowed if quota == "max" else min(allowed, max(1, math.ceil(int(quota) / int(period or 100_000))))
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
     """Set OMP_NUM_THREADS, unless it is set, to each process's share of a CPU quota, because torch ignores quotas."""
-    if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
-        environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
+    if "OMP_NUM_THREADS" not in environment and (cores := available_cores()) < _allowed_cores():
+        environment["OMP_NUM_THREADS"] = str(max(1, cores // processes))
 
 
 def _allowed_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _quota_cores() -> int:
-    """Return the limit in `cpu.max` of cgroup v2, in cores, rounded up; 0 if there is no limit or no cgroup v2."""
-    if not _CGROUP_QUOTA.is_file():
-        return 0
-    quota, _, period = _CGROUP_QUOTA.read_text().strip().partition(" ")
-    return 0 if quota == "max" else max(1, math.ceil(int(quota) / int(period or 100_000)))
 
 
 def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str]:

@@ -89,6 +89,9 @@ def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=r"of policy version 5 has format 2, .*finish the run with the release that wrote it"):
         resume(run)
     write_json(state, current)
+    (run.path / "ledger.jsonl").write_text("damaged\n")
+    with pytest.raises(UserError, match=r"ledger.jsonl: the line at byte 0 is not an event: .*; restore the file from a copy"):
+        resume(run)
     (run.path / "lineage.json").unlink()
     with pytest.raises(FieldError, match=r"--resume = .*lineage.json is missing: restore it"):
         resume(run)
