@@ -64,9 +64,6 @@ class Findings(dict[Check, CheckResult]):
             result.examples.append(problem)
 
 
-_GROUP = re.compile(r"g(\d+)")
-
-
 class Replay:
     """The ledger's state, derived from the events of the journal."""
 
@@ -201,12 +198,11 @@ def split_id(sequence_id: str) -> tuple[str, int]:
 
 def group_number(group: str) -> int:
     """Return the group's number, or -1 if it has none."""
-    match = _GROUP.fullmatch(group)
-    return int(match[1]) if match else -1
+    digits = group.removeprefix("g")
+    return int(digits) if digits.isdecimal() and digits != group else -1
 
 
-_KIND = re.compile(rb'\{"event": ?"(\w+)"')
-_OF_INTEREST = frozenset((b"start", b"checkpoint", b"position", b"end"))
+_OF_INTEREST = re.compile(rb'\{"event": ?"(start|checkpoint|position|end)"')
 
 
 @dataclass
@@ -251,8 +247,7 @@ def read_history(path: Path, findings: Findings) -> History:
     history = History()
     floor, positions = 0, dict[int, int]()  # positions in SEQUENCES: the last checkpoint's, and each version's
     for offset, line in read_lines(path):
-        match = _KIND.match(line)
-        event = parse_event(line) if match is not None and match[1] in _OF_INTEREST else None
+        event = parse_event(line) if _OF_INTEREST.match(line) else None
         history.end = None
         try:
             if event is None:

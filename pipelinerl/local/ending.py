@@ -63,9 +63,6 @@ def report_html(data: Mapping[str, Any], draw: str = "PrlReport.report", scripts
     )
 
 
-_REASONS_SHOWN = 3
-
-
 @dataclass(frozen=True)
 class Ending:
     """Outcome of a run."""
@@ -150,7 +147,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending, f
 
 def _losses(summary: Mapping[str, Any]) -> Iterator[str]:
     for outcome, reasons in (summary.get("sequence_reasons") or {}).items():
-        for reason, count in sorted(reasons.items(), key=lambda one: -one[1])[:_REASONS_SHOWN]:
+        for reason, count in sorted(reasons.items(), key=lambda one: -one[1])[:3]:
             meaning = MEANINGS.get(reason, "the trainer's log says more")
             yield f"  {outcome.replace('_', ' '):<17}  {number(count)}: {reason} ({meaning})"
 

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.errors import counted
+from pipelinerl.run_summary import Record
 from pipelinerl.v1 import actor_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
 
@@ -62,9 +63,6 @@ def sparkline(values: Iterable[float], width: int) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
-Metrics = Mapping[str, Any]
-"""A line of metrics.jsonl."""
-
 _UNSTEADY_S = 10.0
 """The remaining time is shown for at least this long after a step, because a short pause says nothing about the pace."""
 
@@ -85,7 +83,7 @@ class RunState:
     phase: str = "starting"
     heldout: list[tuple[int, float]] = field(default_factory=list)
     """(policy version, accuracy) of each evaluation."""
-    history: deque[Metrics] = field(default_factory=lambda: deque(maxlen=400))
+    history: deque[Record] = field(default_factory=lambda: deque(maxlen=400))
     """Metrics of the newest steps."""
     furthest: int = 0
     """The highest step so far, including steps that a restart undid."""
@@ -106,14 +104,14 @@ class RunState:
     """Seconds from the runner's start to the report of the newest step."""
 
     @property
-    def last(self) -> Metrics:
+    def last(self) -> Record:
         return self.history[-1] if self.history else {}
 
     @property
     def step(self) -> int:
         return int(self.last.get("step") or 0)
 
-    def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
+    def on_step(self, metrics: Record, elapsed_s: float | None) -> None:
         """Record an optimizer step. `elapsed_s`: seconds from the runner's start to the step's report; with None, the step
         does not count for the pace. If the step is known, a restart undid it: it and all later steps are removed first."""
         step = int(metrics.get("step") or 0)
@@ -245,12 +243,12 @@ def _heldout_text(state: RunState) -> str:
     return f"{percent(accuracy)} (version {version}), from {percent(first)} (version {first_version}), best {percent(best)}"
 
 
-def _lag_text(last: Metrics) -> str:
+def _lag_text(last: Record) -> str:
     lag = last.get("lag") or {}
     return f"mean {number(lag.get('mean'), 2)}, p95 {number(lag.get('p95'))}, max {number(lag.get('max'))}"
 
 
-def _rates_text(last: Metrics) -> str:
+def _rates_text(last: Record) -> str:
     generated, trained = last.get("tokens_generated_per_s"), last.get("tokens_trained_per_s")
     return f"{number(generated)} generated, {number(trained)} trained"
 
