@@ -109,19 +109,20 @@ class ServiceProcess:
         return ServiceDied(self.launch, self.returncode, restarts)
 
     async def address(self, timeout_s: float) -> ServiceAddress:
-        """Wait for the address file. Raises `ServiceDied` at once when the process ends, `ServiceError` after `timeout_s`."""
+        """Wait for the address file. Raises the errors of `until`."""
         file = self.launch.address_file
         return await self.until(lambda: read_address(file) if file.is_file() else None, timeout_s, "has written no address")
 
     async def ready(self, timeout_s: float) -> ServiceAddress:
-        """Wait for the address file, and then for status 200 from /readyz. Raises the errors of `address`."""
+        """Wait for the address file, and then for status 200 from /readyz. Raises the errors of `until`."""
         address = await self.address(timeout_s)
         url = f"http://{address.http}/readyz"
         await self.until(lambda: http_status(address.http, "/readyz", 2.0) == 200 or None, timeout_s, f"is not ready ({url})")
         return address
 
     async def until(self, probe: Callable[[], T | None], timeout_s: float, failure: str) -> T:
-        """Call `probe` in a thread until its result is not None, and return the result. Raises the errors of `address`."""
+        """Call `probe` in a thread until its result is not None, and return the result. Raises `ServiceDied` at once when the
+        process ends, and `ServiceError` after `timeout_s`, in whose text `failure` says what is missing."""
         exited = asyncio.ensure_future(self.wait())
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s

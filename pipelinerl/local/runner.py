@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import shlex
 import signal
 import tempfile
 import time
@@ -202,7 +203,6 @@ class LocalRun:
             await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))
             stack.push_async_callback(self._stop, NATS)
             stack.push_async_callback(self._stop_services)
-            stack.push_async_callback(self._stop, "model")
             nats = await self._start_nats()
             self._launches.model_dir = await initial_model(self._launches, self._process, self._set_phase)
             verifier = await self._start_verifier()
@@ -465,7 +465,8 @@ class LocalRun:
         """Remove all actors that were given up, and then start or stop actors until there are `count`. Those with the highest
         numbers are stopped. New actors get the lowest free numbers. Raises `ServiceError` if an actor cannot be executed."""
         if count == 0:
-            self._note("the number of actors is 0: nothing is generated until you run `pipelinerl scale actors N`")
+            command = f"pipelinerl scale actors N --run-dir {shlex.quote(str(self.run_dir.path))}"
+            self._note(f"the number of actors is 0: nothing is generated until you run `{command}`")
         ordered = sorted(self._actors, key=lambda number: (self._actors[number].given_up, number))
         least = sum(not actor.given_up for actor in self._actors.values())
         await asyncio.gather(*(self._remove(number) for number in ordered[min(count, least) :]))
