@@ -90,8 +90,7 @@ class Environment(Protocol):
 
 
 def imported(field: str, path: str) -> Callable[..., Any]:
-    """Import a user's function or class, `pkg.module:name`. Raises `FieldError` on `field`, or `Lacking` if a package is not
-    installed."""
+    """Import a user's `pkg.module:name`. Raises `FieldError` on `field`, or `Lacking` if a package is not installed."""
     module, _, name = path.partition(":")
     try:
         found = importlib.import_module(module)
@@ -208,8 +207,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 
 
 def offered_tools(environment: object) -> list[Mapping[str, Any]]:
-    """Return the schemas of `environment.tools`, which an environment may set in `start` and change between turns. Raises
-    `UserError`."""
+    """Return the schemas of `environment.tools`, which the environment may change between turns. Raises `UserError`."""
     tools = getattr(environment, "tools", None) or ()
     if not isinstance(tools, list | tuple) or not all(isinstance(each, Mapping) or callable(each) for each in tools):
         raise UserError(f"the environment's attribute tools is {tools!r:.200}; it must be a list of functions or schemas")

@@ -211,8 +211,7 @@ def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
 
 
 def _check_lineage(path: Path, audit: Audit) -> None:
-    """Check that lineage.json has every start in the journal. It may have more, because a trainer that dies early leaves no
-    start in the journal."""
+    """Check that lineage.json has every start in the journal. A trainer that died early may have left none in the journal."""
     history, findings, content = audit.history, audit.findings, read_json(path)
     if not content:
         if history.starts:

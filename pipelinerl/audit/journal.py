@@ -1,7 +1,6 @@
 """The run's journal, `ledger.jsonl`: an append-only file with one event per line, from issue to end of every sequence.
 
-The field `event` names the kind of event. docs/run-directory.md lists the kinds with their fields. A last line
-without a line end does not count.
+docs/run-directory.md lists the kinds of events with their fields. A last line without a line end does not count.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ SAMPLES_READ = 64
 
 
 def write_report(run_dir: Path, findings: Sequence[Finding] | None = None) -> Path:
-    """Write `run_dir`/report.html and return its path. `findings`: see `report_of`. Raises `FieldError` if the folder is not
-    a run's."""
+    """Write `run_dir`/report.html and return its path. `findings` and errors are as in `report_of`."""
     report = run_dir / "report.html"
     write_whole(report, report_of(run_dir, findings=findings))
     return report

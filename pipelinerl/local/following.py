@@ -1,7 +1,6 @@
 """Keep a `RunState` up to date: ask a run's services over gRPC for step metrics, phases and actor states.
 
-A service that does not answer is not an error here, because the runner handles dead services. Each loop ends only when it is
-cancelled.
+A service that does not answer is not an error here, because the runner handles dead services. Loops run until cancelled.
 """
 
 from __future__ import annotations

@@ -31,11 +31,9 @@ def find_nats_server() -> str:
 
 
 def nats_command(folder: Path, log: Path, port: int = 0, extra: Mapping[str, Any] = {}) -> tuple[str, ...]:
-    """Write the configuration of a nats-server that listens on loopback, and return the server's command.
-
-    Only its owner can read `folder`, which holds the configuration and the streams. `port`: 0 = any free port. `extra`: further
-    nats-server configuration, such as authorization and tls. Raises `ServiceError` if nats-server is not installed.
-    """
+    """Write the configuration of a nats-server that listens on loopback, and return the server's command. Only its owner can
+    read `folder`, which holds configuration and streams. `port`: 0 = any free port. `extra`: further nats-server configuration,
+    such as authorization and tls. Raises `ServiceError` if nats-server is not installed."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     for stale in folder.glob("nats-server_*.ports"):  # A killed server left it. A later server may get the same pid.

@@ -140,8 +140,7 @@ class ServiceProcess:
 
     async def terminate(self, grace_s: float) -> None:
         """Send SIGTERM to the process and, after `grace_s`, SIGKILL to it and its workers. Workers get no SIGTERM, because the
-        process stops them itself. Workers that outlive it get SIGKILL after at most `_LEFTOVER_S`. Processes that the kernel
-        does not end in time are logged."""
+        process stops them itself. Workers that outlive it get SIGKILL after at most `_LEFTOVER_S`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         if self.returncode is None:
@@ -170,8 +169,7 @@ class ServiceProcess:
 @dataclass
 class Restarts:
     """Decide whether and when a service is restarted, by its number of restarts in a row. A process that lived for `stable_s`
-    resets this number, and so does progress of the run since the previous death. A service that reports a user's mistake
-    is not restarted."""
+    resets this number, and so does progress of the run since the previous death. A user's mistake allows no restart."""
 
     limit: int = 5
     """Maximum restarts in a row."""

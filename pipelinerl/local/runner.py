@@ -2,8 +2,8 @@
 
 The order is NATS, initial model, verifier, actors, trainer. At the stop, the trainer writes a checkpoint, which may take
 minutes. Meanwhile the actors stop, and then the verifier. NATS stops last, because all others need it. A run is finished when
-the trainer's summary says so. Until then, a process that ends is restarted, a bounded number of times in a row, unless its exit
-code reports a user's mistake.
+the trainer's summary says so. Until then, ended processes are restarted, a bounded number of times in a row, except after a
+user's mistake.
 """
 
 from __future__ import annotations

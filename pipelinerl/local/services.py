@@ -83,8 +83,8 @@ def _allowed_cores() -> int:
 
 def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Return `environment` with settings that shut out other users. Temporary files are in `folder`, because other users could
-    read some in /tmp. Gloo listens on loopback. Torch's compiled code is in the user's cache, if only the user can write to it.
-    """
+    read some in /tmp. Gloo listens on loopback. Torch's compiled code is in the user's cache, if no other user can write
+    there."""
     # If there is no such cache, or the user has no name or home, torch compiles at each start.
     with contextlib.suppress(OSError, KeyError, RuntimeError):
         compiled = cache_folder(environment).absolute() / COMPILED

@@ -88,11 +88,9 @@ class Completion:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Branch(Completion):
-    """One row of tokens: a prompt, then turns with an environment's observations between them.
-
-    The completion is everything from the first turn to the last one; without `turns`, it is one turn. behaviour_logprobs and
-    `spans` leave out the observations.
-    """
+    """One row of tokens: a prompt, then turns with an environment's observations between them. The completion is everything
+    from the first turn to the last one; without `turns`, it is one turn. behaviour_logprobs and `spans` leave out the
+    observations."""
 
     prompt_token_ids: TokenIds
     turns: tuple[Turn, ...] = ()
@@ -127,11 +125,9 @@ class PartialSequence(Completion):
 
 @dataclass(frozen=True, eq=False)
 class PromptGroup:
-    """One prompt, with the number of samples wanted. `episodic`: each sample is an episode, whose environment makes the prompt.
-
-    `partials` are samples to continue. `done_samples` are not requested, because they are published already or requested by
-    another message. All other samples start from the prompt.
-    """
+    """One prompt, with the number of samples wanted. `partials` are samples to continue. `done_samples` are not requested,
+    because they are published already or requested by another message. All other samples start from the prompt. `episodic`:
+    each sample is an episode, whose environment makes the prompt."""
 
     run: str
     group_id: str
@@ -239,8 +235,7 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
 
 
 def remains_of_sequence(data: bytes, *, run: str) -> tuple[str, bytes]:
-    """Return the id and group token of a sequence that `decode_sequence` refuses. Both are empty if the message does not parse
-    or is of another run."""
+    """Return id and group token of a sequence that `decode_sequence` refuses; empty unless it parses and belongs to `run`."""
     try:
         message = parse(pb.Sequence(), data, _SEQUENCE)
     except MessageError:
