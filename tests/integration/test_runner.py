@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import shlex
 import signal
 import sys
 import tempfile
