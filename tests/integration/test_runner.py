@@ -7,8 +7,8 @@ import io
 import json
 import os
 import re
-import shutil
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
