@@ -28,7 +28,7 @@ from pipelinerl.errors import BusError, MessageError, counted
 from pipelinerl.local.progress import number
 from pipelinerl.messages.sequences import decode_sequence
 from pipelinerl.rl.ledger import Ledger, LedgerViolation, Outcome
-from pipelinerl.run_dir import NOTHING_THERE, read_json
+from pipelinerl.run_dir import NOTHING_THERE, read_json, trainer_starts
 from pipelinerl.run_summary import read_jsonl
 from pipelinerl.v1 import sequence_pb2
 
@@ -212,12 +212,11 @@ def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
 
 def _check_lineage(path: Path, audit: Audit) -> None:
     """Check that lineage.json has every start in the journal. A trainer that died early may have left none in the journal."""
-    history, findings, content = audit.history, audit.findings, read_json(path)
-    if not content:
+    history, findings, known = audit.history, audit.findings, trainer_starts(path.parent)
+    if not read_json(path):
         if history.starts:
             findings.add(Check.RESTARTS, f"{path.name} is missing")
         return
-    known: list[int] = content.get("starts", [])
     if known and not history.size:
         findings[Check.JOURNAL].skipped = "no trainer has written to it yet"
     last = 0
@@ -234,7 +233,7 @@ def _check_lineage(path: Path, audit: Audit) -> None:
 def _check_tokens(path: Path, audit: Audit) -> None:
     """Check that the token count in each step's record equals the journal's."""
     known = audit.replay.tokens_by_version
-    steps = [record for record in read_jsonl(path) if record.get("step") in known]
+    steps = [record for record in read_jsonl(path) if isinstance(record.get("step"), int) and record["step"] in known]
     if not steps:
         audit.findings[Check.TOKENS].skipped = "no step is recorded with its tokens"
     for record in steps:

@@ -113,7 +113,7 @@ class Replay:
             elif kind == "close":
                 self._close(Outcome(event["outcome"]), event)
             elif kind == "step":
-                self._step(event["version"], event["counts"])
+                self._step(int(event["version"]), event["counts"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
 
