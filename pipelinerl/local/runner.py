@@ -16,9 +16,10 @@ import shlex
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count as numbers
 from pathlib import Path
 
@@ -207,7 +208,7 @@ class LocalRun:
             self._launches.model_dir = await initial_model(self._launches, self._process, self._set_phase)
             verifier = await self._start_verifier()
             await self._scale(self._actors_wanted())
-            trainer = self._service(TRAINER, self._prepare_trainer)
+            trainer = Service(TRAINER, self._prepare_trainer, replace(self.restarts))
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
@@ -249,28 +250,23 @@ class LocalRun:
             command = nats_command(folder, log, port, self._nats_security)
             return Launch(NATS, command, self._launches.environment, log, self.run_dir.address(NATS))
 
-        service = self._service(NATS, prepare)
+        service = Service(NATS, prepare, replace(self.restarts))
         self._launches.nats_url = await nats_reached(folder, await self._start(service))
         port = int(self._launches.nats_url.rpartition(":")[2])
-        self._announce_nats()
+        write_json(self.run_dir.address(NATS), {"url": self._launches.nats_url})
         return service
-
-    def _announce_nats(self) -> None:
-        if self._launches.nats_url:
-            write_json(self.run_dir.address(NATS), {"url": self._launches.nats_url})
 
     async def _start_verifier(self) -> Service:
         self._set_phase("starting the verifier")
         address: ServiceAddress | None = None
-        service = self._service("verifier", lambda: self._launches.verifier(again=address))
+        service = Service("verifier", lambda: self._launches.verifier(again=address), replace(self.restarts))
         address = await (await self._start(service)).ready(_VERIFIER_READY_S)
         self._launches.verifier_address = address.grpc
         self._set_phase("starting trainer and actors")
         return service
 
     async def _engines_measured(self) -> None:
-        """Wait until the engines that share the trainer's GPU have started, because an engine measures the free memory when it
-        starts. An actor that dies meanwhile is restarted by `_keep_actors`."""
+        """If engines share the trainer's GPU, wait for their start, at which each measures the GPU's free memory."""
         if self.placement is None or not self.placement.is_shared:
             return
         self._set_phase("starting the engine, which shares the trainer's GPU")
@@ -358,17 +354,14 @@ class LocalRun:
 
     # Restarts.
 
-    def _service(self, name: str, prepare: Callable[[], Launch]) -> Service:
-        return Service(name, prepare, replace(self.restarts))
-
     async def _start(self, service: Service) -> ServiceProcess:
         """Start a service. Raises `ServiceError` if its command cannot be executed."""
         if service_of(service.name) in ("actor", TRAINER):
             await self._restore_cache()
         process = self._processes[service.name] = service.process = await ServiceProcess.start(service.prepare())
         self._write_pids()
-        if service.name == NATS:
-            self._announce_nats()
+        if service.name == NATS and self._launches.nats_url:  # a restart keeps the address
+            write_json(self.run_dir.address(NATS), {"url": self._launches.nats_url})
         return process
 
     async def _restore_cache(self) -> None:
@@ -472,7 +465,7 @@ class LocalRun:
         await asyncio.gather(*(self._remove(number) for number in ordered[min(count, least) :]))
         free = (number for number in numbers() if number not in self._actors)
         for number in [next(free) for _ in range(count - len(self._actors))]:
-            service = self._service(f"actor-{number}", lambda number=number: self._launches.actor(number))  # type: ignore[misc]
+            service = Service(f"actor-{number}", partial(self._launches.actor, number), replace(self.restarts))
             await self._start(service)
             self._actors[number] = service
 
