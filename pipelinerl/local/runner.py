@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count as numbers
 from pathlib import Path
 
 from pipelinerl.errors import EXIT_FAILURE, FieldError, PipelineRLError, ServiceError, counted
@@ -100,7 +99,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def grace_s(kind: str, left_s: float, within_s: float = STOP_WITHIN_S) -> float:
+def grace_s(kind: str, left_s: float, within_s: float) -> float:
     """Return the seconds after which a stopping process is killed: `left_s`, the rest of the stop's time limit `within_s`,
     minus the time that is reserved for the kinds of processes that stop later."""
     return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
@@ -463,8 +462,8 @@ class LocalRun:
         ordered = sorted(self._actors, key=lambda number: (self._actors[number].given_up, number))
         least = sum(not actor.given_up for actor in self._actors.values())
         await asyncio.gather(*(self._remove(number) for number in ordered[min(count, least) :]))
-        free = (number for number in numbers() if number not in self._actors)
-        for number in [next(free) for _ in range(count - len(self._actors))]:
+        free = sorted(set(range(count)) - self._actors.keys())
+        for number in free[: count - len(self._actors)]:
             service = Service(f"actor-{number}", partial(self._launches.actor, number), replace(self.restarts))
             await self._start(service)
             self._actors[number] = service
