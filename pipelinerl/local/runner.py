@@ -100,8 +100,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def grace_s(kind: str, left_s: float, within_s: float) -> float:
-    """Return the seconds after which a stopping process is killed: `left_s`, the rest of the stop's time limit `within_s`,
-    minus the time that is reserved for the kinds of processes that stop later."""
+    """Return the seconds after which a stopping process is killed. `left_s`: rest of the stop's time limit `within_s`. From it,
+    the time that is reserved for the kinds of processes that stop later is subtracted."""
     return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
 
 
