@@ -72,7 +72,7 @@ async def stage(case: Case, threads: ThreadPlan) -> AsyncIterator[Stage]:
         run_dir.recipe.write_text(recipe_yaml(case.recipe), encoding="utf-8")
         launches = ServiceLaunches(case.recipe, run_dir, threads, dict(os.environ))
         verifier = await stack.enter_async_context(verifying(launches))
-        model_dir = await initial_model(case.recipe, launches, process, lambda text: print(text, file=sys.stderr))
+        model_dir = await initial_model(launches, process, lambda text: print(text, file=sys.stderr))
         engine = await stack.enter_async_context(start_engine(case.recipe, model_dir))
         await engine.llm.update_weight_version(str(VERSION))
         bus = await stack.enter_async_context(streams(run_dir))

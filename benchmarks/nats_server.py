@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from nats.js.errors import NotFoundError
 
@@ -15,8 +18,8 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.link import bus_errors
 from pipelinerl.bus.protocol import Subjects
 from pipelinerl.errors import ServiceError
-from pipelinerl.local import nats as local_nats
 from pipelinerl.local.die_with_parent import guarded
+from pipelinerl.local.nats import READY_WITHIN_S, nats_command, nats_url
 
 _POLL_S, _STOP_WITHIN_S = 0.01, 5.0
 
@@ -28,10 +31,15 @@ async def delete_streams(bus: Bus) -> None:
 
 
 @dataclass
-class NatsServer(local_nats.NatsServer):
+class NatsServer:
     """`with NatsServer(folder) as server: connect(server.url)`. It dies with its parent, and can be started again after
     `stop()`. Raises `ServiceError` if the server is not ready in time."""
 
+    folder: Path
+    port: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    log_file: Path | None = None
+    """Default: nats.log in `folder`."""
     url: str = field(default="", init=False)
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
 
@@ -40,14 +48,22 @@ class NatsServer(local_nats.NatsServer):
         assert self._process is not None, "it is running"
         return self._process.pid
 
+    @property
+    def log(self) -> Path:
+        return self.log_file or self.folder / "nats.log"
+
+    def prepare(self) -> tuple[str, ...]:
+        """Write the configuration, and return the server's command."""
+        return nats_command(self.folder, self.log, self.port, self.extra)
+
     def start(self) -> None:
         """Start the server, and return when clients can connect to `url`. Call it from a thread that outlives the server."""
         command = guarded(self.prepare())
         with self.log.open("ab") as log:
             # Ctrl-C is for the parent, which stops its children in order.
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + local_nats.READY_WITHIN_S
-        while not (url := self.url_of(self.pid)):
+        deadline = time.monotonic() + READY_WITHIN_S
+        while not (url := nats_url(self.folder, self.pid)):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_POLL_S)
                 deadline = 0.0

@@ -87,7 +87,7 @@ async def in_turn(case: Case, threads: ThreadPlan, pairs: int, order: Sequence[s
         run_dir.recipe.write_text(recipe_yaml(case.recipe), encoding="utf-8")
         launches = ServiceLaunches(case.recipe, run_dir, threads, dict(os.environ))
         verifier = await stack.enter_async_context(verifying(launches))
-        model = await initial_model(case.recipe, launches, process, lambda text: print(text, file=sys.stderr))
+        model = await initial_model(launches, process, lambda text: print(text, file=sys.stderr))
         sides = {side: await open_side(stack, case, model, observed=side == "observed") for side in order}
         bus = await stack.enter_async_context(streams(run_dir))
         groups = case.groups(run_dir.name, model)

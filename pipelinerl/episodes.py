@@ -90,8 +90,7 @@ class Environment(Protocol):
 
 
 def imported(field: str, path: str) -> Callable[..., Any]:
-    """Import a user's function or class, `pkg.module:name`. Raises `FieldError` on `field`, or `Lacking` if a package is not
-    installed."""
+    """Import a user's `pkg.module:name`. Raises `FieldError` on `field`, or `Lacking` if a package is not installed."""
     module, _, name = path.partition(":")
     try:
         found = importlib.import_module(module)
@@ -180,11 +179,11 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         raise UserError(f"tool {name}: is a generator function (it yields); return the result instead")
     description, described = _described(inspect.getdoc(function) or "")
     try:
-        hints = typing.get_type_hints(function)
+        hints, signature = typing.get_type_hints(function), inspect.signature(function)
     except Exception as error:
         raise UserError(f"tool {name}: its type hints cannot be read: {error}") from error
     properties, required = dict[str, Any](), list[str]()
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in signature.parameters.values():
         what = f"tool {name}: parameter {parameter.name}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             fix = "but a model passes all arguments by name; make it an ordinary parameter"
@@ -199,7 +198,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
             required.append(parameter.name)
             continue
         try:
-            schema["default"] = json.loads(json.dumps(parameter.default))
+            schema["default"] = json.loads(json.dumps(parameter.default, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise UserError(f"{what} has the default {parameter.default!r:.100}, which is not JSON") from error
     parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
@@ -208,8 +207,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 
 
 def offered_tools(environment: object) -> list[Mapping[str, Any]]:
-    """Return the schemas of `environment.tools`, which an environment may set in `start` and change between turns. Raises
-    `UserError`."""
+    """Return the schemas of `environment.tools`, which the environment may change between turns. Raises `UserError`."""
     tools = getattr(environment, "tools", None) or ()
     if not isinstance(tools, list | tuple) or not all(isinstance(each, Mapping) or callable(each) for each in tools):
         raise UserError(f"the environment's attribute tools is {tools!r:.200}; it must be a list of functions or schemas")
@@ -218,7 +216,7 @@ def offered_tools(environment: object) -> list[Mapping[str, Any]]:
 
 def _schema_of(hint: Any, what: str) -> dict[str, Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint in _PLAIN:
+    if isinstance(hint, type) and hint in _PLAIN:
         return {"type": _PLAIN[hint]}
     if origin in (Union, types.UnionType):
         return {"anyOf": [_schema_of(each, what) for each in arguments]}
@@ -226,7 +224,7 @@ def _schema_of(hint: Any, what: str) -> dict[str, Any]:
         return {"enum": list(arguments)}
     if hint is list or origin is list:
         return {"type": "array", "items": _schema_of(arguments[0], what) if arguments else {}}
-    if hint is dict or (origin is dict and arguments[0] is str):
+    if hint is dict or (origin is dict and arguments[:1] in ((), (str,))):
         return {"type": "object", "additionalProperties": _schema_of(arguments[1], what) if arguments else {}}
     raise UserError(f"{what} is {getattr(hint, '__name__', hint)}; use str, int, float, bool, list, dict, Literal or a union")
 

@@ -85,12 +85,9 @@ class ServiceError(PipelineRLError):
     """A service of the run cannot be started or reached, or has died."""
 
 
-_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
-
-
 def as_unicode(text: str) -> str:
     """Replace each surrogate, which JSON may contain, by U+FFFD. Protobuf and tokenizers refuse surrogates."""
-    return _HALF_A_PAIR.sub("\ufffd", text)
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def first_line(error: BaseException) -> str:

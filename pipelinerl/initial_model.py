@@ -62,14 +62,15 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 def why_unwritable(folder: Path) -> str:
     """Return why no file can be created in the folder, which need not exist yet; empty if one can."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    # Unlike their namesakes in pathlib, functions of os.path raise no error for folders that this user cannot search.
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
     if not there.is_dir():
         return f"{there} is not a folder"
     return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
 
 
 def is_complete(folder: Path) -> bool:
-    return (folder / COMPLETE).is_file()
+    return os.path.isfile(folder / COMPLETE)
 
 
 def model_source(recipe: Recipe, settings: PolicySettings) -> str:

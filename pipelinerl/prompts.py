@@ -74,8 +74,8 @@ def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
 
 class ControlTokens:
     """A tokenizer for prompts that lets no text become a control token. Control tokens are special tokens, added tokens with a
-    `|`, and added tokens that the chat template writes around a message. In a tool's result, every added token is a control
-    token. `has_own_encoder`: another tokenizer, which reads no control tokens in texts, encodes the messages."""
+    `|`, and added tokens without `think` that the chat template writes around a message. In a tool's result, every added token
+    is a control token. `has_own_encoder`: another tokenizer, which reads no control tokens in texts, encodes the messages."""
 
     def __init__(self, tokenizer: Any, *, has_own_encoder: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -125,8 +125,8 @@ control_tokens = lru_cache(maxsize=8)(ControlTokens)
 @lru_cache(maxsize=8)
 def answer_end(tokenizer: Any) -> int | None:
     """Return the token with which the chat template ends an answer. Engines need it, because a base model's generation config
-    does not name this token. Return None if it is the tokenizer's end token, which engines know, or if answers end with plain
-    text. Raises `FieldError` without a template."""
+    does not name this token. Return None if it is the tokenizer's end token, which engines know, if answers end with plain
+    text, or if the template fails. Raises `FieldError` without a template."""
     if not tokenizer.chat_template:
         fix = "this tokenizer has no chat template; use plain, or name one with model.chat_template"
         raise FieldError("task.prompt_style", "chat", fix)

@@ -367,17 +367,17 @@ def recipe_changes_of(run_dir: Path) -> list[str]:
 
 def newest_state(run_dir: Path, option: str) -> Mapping[str, Any] | None:
     """Return the content of the newest checkpoint's run.json; None if the run starts again from version 0. Raises `FieldError`
-    on `option` if the run cannot continue from its folder, because files are missing or damaged, or have another format."""
+    on `option`, or `UserError`, if the run cannot continue, because files are missing or damaged, or have another format."""
     found, journal, why = resumable(run_dir), run_dir / JOURNAL, ""
     try:
         state: Any = json.loads(found[max(found)].read_text(encoding="utf-8")) if found else None
         if found:
             itemgetter("format", "policy_version", "recipe", "journal_bytes")(state)  # raises an error if one is missing
-        written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
-        size = journal.stat().st_size if journal.is_file() else 0
     except (OSError, LookupError, TypeError, ValueError) as error:
         fix = "restore the file, or remove that checkpoint"
-        raise FieldError(option, str(run_dir), f"its journal or newest checkpoint cannot be read: {error!r}; {fix}") from error
+        raise FieldError(option, str(run_dir), f"its newest checkpoint cannot be read: {error!r}; {fix}") from error
+    written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
+    size = journal.stat().st_size if journal.is_file() else 0
     if not (run_dir / LINEAGE).is_file():
         if state or size:
             why = f"{LINEAGE} is missing: restore it from a copy, or start a new run in another folder"

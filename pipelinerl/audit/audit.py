@@ -19,7 +19,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from google.protobuf.proto import parse_length_prefixed
 
-from pipelinerl.audit.journal import JOURNAL, reserved_groups
+from pipelinerl.audit.journal import JOURNAL, parse_event, read_lines
 from pipelinerl.audit.replay import Check, CheckResult, Findings, History, Replay, events, group_number, read_history, split_id
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.link import is_stream_missing
@@ -28,7 +28,7 @@ from pipelinerl.errors import BusError, MessageError, counted
 from pipelinerl.local.progress import number
 from pipelinerl.messages.sequences import decode_sequence
 from pipelinerl.rl.ledger import Ledger, LedgerViolation, Outcome
-from pipelinerl.run_dir import NOTHING_THERE, read_json
+from pipelinerl.run_dir import NOTHING_THERE, read_json, trainer_starts
 from pipelinerl.run_summary import read_jsonl
 from pipelinerl.v1 import sequence_pb2
 
@@ -194,14 +194,15 @@ def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
                 findings.add(Check.CHECKPOINTS, f"{checkpoint.folder.name}: {problem}")
 
     for offset, event, undone_by in events(journal, history, findings):
-        if event["event"] == "reserve":
-            replay.reserve(event)
+        replay.reserve(event)
         if undone_by is not None:
             undone_by.undo(event)
             continue
         compare_up_to(offset)
-        if offset in starts:
-            replay.start(starts[offset].version, starts[offset].incarnation)
+        if start := starts.get(offset):
+            if start.version != replay.version:
+                claim = f"incarnation {start.incarnation} claims to go on from version {start.version}"
+                findings.add(Check.RESTARTS, f"{claim}, but the journal is at {replay.version}")
             audit.stepped = False
         else:
             replay.apply(offset, event)
@@ -210,14 +211,12 @@ def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
 
 
 def _check_lineage(path: Path, audit: Audit) -> None:
-    """Check that lineage.json has every start in the journal. It may have more, because a trainer that dies early leaves no
-    start in the journal."""
-    history, findings, content = audit.history, audit.findings, read_json(path)
-    if not content:
+    """Check that lineage.json has every start in the journal. A trainer that died early may have left none in the journal."""
+    history, findings, known = audit.history, audit.findings, trainer_starts(path.parent)
+    if not read_json(path):
         if history.starts:
             findings.add(Check.RESTARTS, f"{path.name} is missing")
         return
-    known: list[int] = content.get("starts", [])
     if known and not history.size:
         findings[Check.JOURNAL].skipped = "no trainer has written to it yet"
     last = 0
@@ -234,7 +233,7 @@ def _check_lineage(path: Path, audit: Audit) -> None:
 def _check_tokens(path: Path, audit: Audit) -> None:
     """Check that the token count in each step's record equals the journal's."""
     known = audit.replay.tokens_by_version
-    steps = [record for record in read_jsonl(path) if record.get("step") in known]
+    steps = [record for record in read_jsonl(path) if isinstance(record.get("step"), int) and record["step"] in known]
     if not steps:
         audit.findings[Check.TOKENS].skipped = "no step is recorded with its tokens"
     for record in steps:
@@ -290,7 +289,8 @@ async def _audit_once(run: str, run_dir: Path, open_streams: OpenStreams | None,
         return audit
     if _unknown_messages(audit, seen):
         # Groups reserved since the journal was read may be on the streams, too.
-        audit.replay.reserve({"groups": await asyncio.to_thread(reserved_groups, run_dir / JOURNAL)})
+        for _, line in read_lines(run_dir / JOURNAL):
+            audit.replay.reserve(parse_event(line) or {})
     for sequence_id in _unknown_messages(audit, seen):
         audit.findings.add(Check.UNKNOWN, sequence_id)
     _find_missing(audit, seen)
@@ -360,7 +360,7 @@ def _find_missing(audit: Audit, seen: StreamLook) -> None:
         sequence_id = f"{group}.{sample}"
         if group in seen.prompts or sequence_id in stored:
             continue
-        unpublished = group == replay.newest_group and replay.untouched(group)
+        unpublished = replay.is_newest_and_untouched(group)
         (audit.waiting if unpublished or (starting and group not in above) else audit.lost).append(sequence_id)
 
 

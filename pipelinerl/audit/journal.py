@@ -1,21 +1,6 @@
 """The run's journal, `ledger.jsonl`: an append-only file with one event per line, from issue to end of every sequence.
 
-The field `event` names the kind of event:
-
-    start       incarnation, version, keep    a trainer started from `version`; bytes from `keep` to this line are undone
-                                              `changes` of the recipe, if there are any
-    reserve     groups                        groups numbered below this may be published from now on
-    issue       group, samples, version
-    close       outcome, reason, ids          if trained, also the `version` that the step made, the number of `branches`,
-                                              and the sampled `tokens` of these branches
-    weights     version, sha256               with `record: true`, the digest of this version's weights as actors get them
-    step        version, counts               the ledger's own counts after that step
-    checkpoint  version, position             the checkpoint is on disk, and covers SEQUENCES up to `position`
-    position    position                      the streams are new or were emptied; SEQUENCES is read after `position`
-    end         version, finished
-    rollback    version                       the next trainer starts from `version`, if the rollback was not killed
-
-A last line without a line end does not count.
+docs/run-directory.md lists the kinds of events with their fields. A last line without a line end does not count.
 """
 
 from __future__ import annotations
@@ -24,39 +9,36 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, UserError
 
 JOURNAL = "ledger.jsonl"
 
 Event = dict[str, Any]
 
 
-class Journal:
-    """Append events. After `flush`, they survive the death of this process; after `sync`, that of the machine. Raises
-    `FieldError` if another process has the journal open and either of the two opened it `alone`."""
+class Journal(ExitStack):
+    """Append events, as a context manager. After `flush`, they survive the death of this process; after `sync`, that of the
+    machine. `alone`: no other process may have the journal open. Raises `FieldError` if this rule is broken, or if it cannot be
+    enforced because the file system has no locks."""
 
     def __init__(self, path: Path, *, alone: bool = False) -> None:
+        super().__init__()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file = self.enter_context(path.open("ab"))
         try:
             fcntl.flock(self._file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except OSError as error:
             if alone or isinstance(error, BlockingIOError):  # some network file systems have no locks
-                self._file.close()
+                self.close()
                 fix = "a trainer or a rollback of this run may be using it; wait until it ends, or stop it"
                 raise FieldError("RUN", str(path), f"cannot be locked ({error.strerror}); {fix}") from error
         self.size = sum(len(line) for _, line in read_lines(path))  # a truncated last line is dropped
         """Size in bytes, including events that are not flushed yet: the offset of the next event."""
         self._file.truncate(self.size)
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._file.close()
 
     def write(self, event: Mapping[str, Any]) -> None:
         self.size += self._file.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
@@ -71,11 +53,12 @@ class Journal:
 
 
 def read_events(path: Path) -> Iterator[tuple[int, Event]]:
-    """Yield (byte offset, event) in order; nothing without a file. Raises `ValueError` if a whole line is not an event."""
+    """Yield (byte offset, event) in order; nothing without a file. Raises `UserError` if a whole line is not an event."""
     for offset, line in read_lines(path):
         event = parse_event(line)
         if event is None:
-            raise ValueError(f"{path.name}: the line at byte {offset} is not an event: {line[:80]!r}")
+            fix = "restore the file from a copy, or start a new run"
+            raise UserError(f"{path}: the line at byte {offset} is not an event: {line[:80]!r}; {fix}")
         yield offset, event
 
 

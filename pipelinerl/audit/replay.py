@@ -1,7 +1,7 @@
 """Replay a run's journal to find the events that still count, their totals, and every contradiction.
 
 Each restart undoes the events after the checkpoint from which it continues. A first pass over the file, `read_history`, finds
-the starts. A second pass, `events`, yields each event with the start that undid it, or None. `Replay` applies the other events.
+the starts. A second pass, `events`, yields each event with the start that undid it, if any. `Replay` applies the other events.
 """
 
 from __future__ import annotations
@@ -64,9 +64,6 @@ class Findings(dict[Check, CheckResult]):
             result.examples.append(problem)
 
 
-_GROUP = re.compile(r"g(\d+)")
-
-
 class Replay:
     """The ledger's state, derived from the events of the journal."""
 
@@ -85,7 +82,6 @@ class Replay:
         self.trained_branches = 0
         self.reserved = 0
         self.next_group = 0
-        self.newest_group = ""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -97,9 +93,9 @@ class Replay:
     def was_trained(self, group: str, sample: int) -> bool:
         return bool(self._trained.get(group, 0) >> sample & 1)
 
-    def untouched(self, group: str) -> bool:
-        """Return whether every sample of the group is in flight."""
-        return self._open.get(group, 0) == (1 << self._samples.get(group, 0)) - 1
+    def is_newest_and_untouched(self, group: str) -> bool:
+        """Return whether the group was issued last and every sample of it is in flight."""
+        return group == next(reversed(self._samples), "") and self._open.get(group) == (1 << self._samples[group]) - 1
 
     def in_flight(self) -> Iterator[tuple[str, int]]:
         """Yield (group, sample) in order of issue."""
@@ -117,21 +113,14 @@ class Replay:
             elif kind == "close":
                 self._close(Outcome(event["outcome"]), event)
             elif kind == "step":
-                self._step(event["version"], event["counts"])
+                self._step(int(event["version"]), event["counts"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
 
     def reserve(self, event: Event) -> None:
-        """Record a reservation, even an undone one, because its groups may still be on the streams."""
-        groups = event.get("groups")
-        if isinstance(groups, int):
+        """Record a reservation, even an undone one, because its groups may still be on the streams. Ignore other events."""
+        if event.get("event") == "reserve" and isinstance(groups := event.get("groups"), int):
             self.reserved = max(self.reserved, groups)
-
-    def start(self, version: int, incarnation: int) -> None:
-        """Check that a starting trainer continues from the version that the replay has reached."""
-        if version != self.version:
-            problem = f"incarnation {incarnation} claims to go on from version {version}, but the journal is at {self.version}"
-            self._findings.add(Check.RESTARTS, problem)
 
     def _issue(self, group: str, samples: int) -> None:
         if samples < 1:
@@ -151,7 +140,6 @@ class Replay:
         self._samples[group] = samples
         self._open[group] = (1 << samples) - 1
         self._issued += samples
-        self.newest_group = group
 
     def _close(self, outcome: Outcome, event: Event) -> None:
         ended = sum(self._end(sequence_id, outcome) for sequence_id in event["ids"])
@@ -210,12 +198,11 @@ def split_id(sequence_id: str) -> tuple[str, int]:
 
 def group_number(group: str) -> int:
     """Return the group's number, or -1 if it has none."""
-    match = _GROUP.fullmatch(group)
-    return int(match[1]) if match else -1
+    digits = group.removeprefix("g")
+    return int(digits) if digits.isdecimal() and digits != group else -1
 
 
-_KIND = re.compile(rb'\{"event": ?"(\w+)"')
-_OF_INTEREST = frozenset((b"start", b"checkpoint", b"position", b"end"))
+_OF_INTEREST = re.compile(rb'\{"event": ?"(start|checkpoint|position|end)"')
 
 
 @dataclass
@@ -260,8 +247,7 @@ def read_history(path: Path, findings: Findings) -> History:
     history = History()
     floor, positions = 0, dict[int, int]()  # positions in SEQUENCES: the last checkpoint's, and each version's
     for offset, line in read_lines(path):
-        match = _KIND.match(line)
-        event = parse_event(line) if match is not None and match[1] in _OF_INTEREST else None
+        event = parse_event(line) if _OF_INTEREST.match(line) else None
         history.end = None
         try:
             if event is None:

@@ -29,7 +29,7 @@ from pipelinerl.errors import FieldError, MessageError
 from pipelinerl.local.credentials import Credentials
 from pipelinerl.local.ending import write_report
 from pipelinerl.local.nats import NAME as NATS
-from pipelinerl.local.nats import NatsServer
+from pipelinerl.local.nats import nats_command, nats_reached
 from pipelinerl.local.processes import Launch, ServiceProcess, living_names
 from pipelinerl.messages.sequences import DeadLetter, decode_dead_letter, decode_group
 from pipelinerl.run_dir import LINEAGE, NAMED_IN, RunDir, read_json, run_name
@@ -161,10 +161,10 @@ async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
             copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-streams-")))
             await asyncio.to_thread(shutil.copytree, run_dir.nats_store.resolve() / _STORE, copy / _STORE)
             credentials = Credentials(copy / "secrets")
-            server = NatsServer(copy, extra=credentials.make(run))
-            launch = Launch(NATS, server.prepare(), os.environ, server.log, copy / "address.json")
-            process = await ServiceProcess.start(launch)
+            log = copy / "nats.log"
+            command = nats_command(copy, log, extra=credentials.make(run))
+            process = await ServiceProcess.start(Launch(NATS, command, os.environ, log, copy / "address.json"))
             stack.push_async_callback(process.terminate, _STOP_WITHIN_S)
-            url = await server.reached(process)
+            url = await nats_reached(copy, process)
         async with connect(url, run, credentials=credentials.nats(ADMIN), tls_dir=credentials.tls_dir) as bus:
             yield bus

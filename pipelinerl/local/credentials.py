@@ -19,7 +19,6 @@ from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 _KEY_BYTES = 16
 _HANDSHAKE_S = 10
 """Time limit of a TLS handshake. NATS's default of 2 s is too short on a busy machine."""
-_VALID = timedelta(days=3650)
 
 
 class Credentials:
@@ -76,7 +75,7 @@ def _self_signed() -> tuple[bytes, bytes]:
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(days=1))  # clocks may be set back
-        .not_valid_after(now + _VALID)
+        .not_valid_after(now + timedelta(days=3650))
         .add_extension(x509.SubjectAlternativeName([*hosts, x509.DNSName("localhost")]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())

@@ -2,8 +2,7 @@
 
 This ends services when their runner is killed. This file is a program because Python code between fork and exec can deadlock in
 a process with threads. On Linux it uses `PR_SET_PDEATHSIG`; elsewhere no signal is sent. The kernel sends the signal when the
-*thread* that started the program ends. Start the program from a thread that lives long enough, never from a pool's worker.
-Grandchildren get no signal.
+*thread* that started the program ends, so never start it from a pool's worker thread. Grandchildren get no signal.
 """
 
 import os

@@ -29,8 +29,7 @@ SAMPLES_READ = 64
 
 
 def write_report(run_dir: Path, findings: Sequence[Finding] | None = None) -> Path:
-    """Write `run_dir`/report.html and return its path. `findings`: see `report_of`. Raises `FieldError` if the folder is not
-    a run's."""
+    """Write `run_dir`/report.html and return its path. `findings` and errors are as in `report_of`."""
     report = run_dir / "report.html"
     write_whole(report, report_of(run_dir, findings=findings))
     return report
@@ -56,18 +55,11 @@ def report_html(data: Mapping[str, Any], draw: str = "PrlReport.report", scripts
     return Template(asset("report.html")).substitute(
         title=html.escape(f"{data['run']} - PipelineRL"),
         css=asset("page.css"),
-        data=script_json(data),
+        # Without `<`, model output can neither end the <script> element nor add one.
+        data=to_json(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
         scripts="".join(asset(name) for name in scripts),
         draw=draw,
     )
-
-
-def script_json(data: Mapping[str, Any]) -> str:
-    """Return JSON for a <script> element. It contains no `<`, so that model output can neither end the element nor add one."""
-    return to_json(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-_REASONS_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -117,7 +109,7 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
 
 
 def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
-    """Return the trainer's summary with the runner's figures added. If it is missing, compute it from metrics.jsonl."""
+    """Return the trainer's summary, or else one computed from metrics.jsonl, with the runner's figures added."""
     summary = read_json(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
     interrupted = ending.interrupted or bool(summary.get("interrupted"))
     own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}
@@ -154,7 +146,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending, f
 
 def _losses(summary: Mapping[str, Any]) -> Iterator[str]:
     for outcome, reasons in (summary.get("sequence_reasons") or {}).items():
-        for reason, count in sorted(reasons.items(), key=lambda one: -one[1])[:_REASONS_SHOWN]:
+        for reason, count in sorted(reasons.items(), key=lambda one: -one[1])[:3]:
             meaning = MEANINGS.get(reason, "the trainer's log says more")
             yield f"  {outcome.replace('_', ' '):<17}  {number(count)}: {reason} ({meaning})"
 

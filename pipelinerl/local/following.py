@@ -1,7 +1,6 @@
 """Keep a `RunState` up to date: ask a run's services over gRPC for step metrics, phases and actor states.
 
-A service that does not answer is not an error here, because the runner handles dead services. Each loop ends only when it is
-cancelled.
+A service that does not answer is not an error here, because the runner handles dead services. Loops run until cancelled.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import grpc
@@ -100,8 +99,8 @@ async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: Run
         await asyncio.sleep(_RETRY_S)
 
 
-async def watch_actors(services: Callable[[], Sequence[Service]], certificates: Certificates, state: RunState) -> None:
-    """Ask all actors for their states every `_ASK_S` seconds."""
+async def watch_actors(actors: Mapping[int, Service], certificates: Certificates, state: RunState) -> None:
+    """Ask all actors for their states every `_ASK_S` seconds. `actors`: the present actors by number."""
 
     async def asked(service: Service) -> tuple[str, ActorState | str]:
         if (process := service.process) is None or process.returncode is not None:
@@ -109,7 +108,7 @@ async def watch_actors(services: Callable[[], Sequence[Service]], certificates: 
         return service.name, await ask_actor(process.launch.address_file, certificates)
 
     while True:
-        state.actors = dict(await asyncio.gather(*map(asked, services())))
+        state.actors = dict(await asyncio.gather(*(asked(actors[number]) for number in sorted(actors))))
         await asyncio.sleep(_ASK_S)
 
 

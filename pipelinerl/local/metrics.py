@@ -1,6 +1,5 @@
-"""The local runner's HTTP server for Prometheus. `/metrics` gives the runner's metrics. `/targets` lists the
-run's metrics endpoints for Prometheus's HTTP service discovery.
-"""
+"""The local runner's HTTP server for Prometheus. `/metrics` gives the runner's metrics. `/targets` lists the run's metrics
+endpoints for Prometheus's HTTP service discovery."""
 
 from __future__ import annotations
 

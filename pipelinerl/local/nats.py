@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,56 +30,43 @@ def find_nats_server() -> str:
     return found
 
 
-@dataclass
-class NatsServer:
-    """A nats-server that listens on loopback."""
+def nats_command(folder: Path, log: Path, port: int = 0, extra: Mapping[str, Any] = {}) -> tuple[str, ...]:
+    """Write the configuration of a nats-server that listens on loopback, and return the server's command. Only its owner can
+    read `folder`, which holds configuration and streams. `port`: 0 = any free port. `extra`: further nats-server configuration,
+    such as authorization and tls. Raises `ServiceError` if nats-server is not installed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    for stale in folder.glob("nats-server_*.ports"):  # A killed server left it. A later server may get the same pid.
+        stale.unlink(missing_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    config = {
+        "host": "127.0.0.1",
+        "port": port or -1,
+        "max_payload": MAX_PAYLOAD_BYTES,
+        "max_pending": 4 * MAX_PAYLOAD_BYTES,
+        "ports_file_dir": str(folder),
+        "log_file": str(log),
+        "jetstream": {
+            "store_dir": str(folder),  # the server makes jetstream/ in it
+            "max_file_store": MAX_STORAGE_BYTES,
+            "max_memory_store": MAX_STORAGE_BYTES,
+        },
+        **extra,
+    }
+    # The file holds passwords. NATS reads JSON, but not escapes such as \u00e9.
+    file = folder / "nats.conf"
+    write_private(file, json.dumps(config, indent=2, ensure_ascii=False).encode())
+    return (find_nats_server(), "-c", str(file))
 
-    folder: Path
-    """Folder of the configuration and the streams, which only its owner can read. It stays when the server stops."""
-    port: int = 0
-    """0 = any free port."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further nats-server configuration, such as authorization and tls."""
-    log_file: Path | None = None
-    """Default: nats.log in `folder`."""
 
-    def prepare(self) -> tuple[str, ...]:
-        """Write the configuration, and return the server's command. Raises `ServiceError` if nats-server is not installed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.folder.chmod(0o700)
-        for stale in self.folder.glob("nats-server_*.ports"):  # A killed server left it. A later server may get the same pid.
-            stale.unlink(missing_ok=True)
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        config = {
-            "host": "127.0.0.1",
-            "port": self.port or -1,
-            "max_payload": MAX_PAYLOAD_BYTES,
-            "max_pending": 4 * MAX_PAYLOAD_BYTES,
-            "ports_file_dir": str(self.folder),
-            "log_file": str(self.log),
-            "jetstream": {
-                "store_dir": str(self.folder),  # the server makes jetstream/ in it
-                "max_file_store": MAX_STORAGE_BYTES,
-                "max_memory_store": MAX_STORAGE_BYTES,
-            },
-            **self.extra,
-        }
-        # The file holds passwords. NATS reads JSON, but not escapes such as \u00e9.
-        file = self.folder / "nats.conf"
-        write_private(file, json.dumps(config, indent=2, ensure_ascii=False).encode())
-        return (find_nats_server(), "-c", str(file))
+def nats_url(folder: Path, pid: int) -> str | None:
+    """Return the URL of the server with this folder and pid; None until clients can connect to it."""
+    try:
+        return str(json.loads((folder / f"nats-server_{pid}.ports").read_bytes())["nats"][0])
+    except (FileNotFoundError, json.JSONDecodeError):  # absent, or being written
+        return None
 
-    async def reached(self, process: ServiceProcess) -> str:
-        """Wait until clients can connect to the started server, and return its URL. Raises `ServiceDied`, `ServiceError`."""
-        return await process.until(lambda: self.url_of(process.pid), READY_WITHIN_S, "is not ready")
 
-    def url_of(self, pid: int) -> str | None:
-        """Return the URL of the server with this pid; None until the server has written its ports."""
-        try:
-            return str(json.loads((self.folder / f"nats-server_{pid}.ports").read_bytes())["nats"][0])
-        except (FileNotFoundError, json.JSONDecodeError):  # absent, or being written
-            return None
-
-    @property
-    def log(self) -> Path:
-        return self.log_file or self.folder / "nats.log"
+async def nats_reached(folder: Path, process: ServiceProcess) -> str:
+    """Wait until clients can connect to the started server, and return its URL. Raises `ServiceDied`, `ServiceError`."""
+    return await process.until(lambda: nats_url(folder, process.pid), READY_WITHIN_S, "is not ready")

@@ -1,8 +1,8 @@
 """Processes of a local run: start a service, wait until it serves, stop it and its workers, and decide on restarts.
 
 Each service leads its own session. The terminal's Ctrl-C therefore reaches only the runner, which stops the services in order.
-A service gets SIGTERM when the runner dies. Its workers stay in its session, even after the service is killed. On Linux, /proc
-tells each process's session. On other systems, only the workers in the service's process group are found.
+A service's workers stay in its session, so they can be killed after the service. On Linux, sessions are read from /proc, and a
+service gets SIGTERM when the runner dies. On other systems, only workers in the service's process group are killed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PROC = Path("/proc")
 _POLL_S = 0.05
 _TAIL_LINES = 20
 LOG_BYTES = 64 * 1024**2
-"""Maximum size of a service's log. When the log exceeds it, its last `LOG_BYTES` are moved to a second file."""
+"""Size above which the last `LOG_BYTES` of a service's log are moved to a second file."""
 _LEFTOVER_S = 1.0
 _KILL_ROUNDS, _KILL_WAIT_S = 3, 1.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -74,7 +74,7 @@ class ServiceDied(ServiceError):
 
 
 class ServiceProcess:
-    """A started process. The caller of `start` must call `terminate` or `kill`."""
+    """A started process. The caller of `start` must call `terminate` or `kill_and_wait`."""
 
     def __init__(self, launch: Launch, process: Process) -> None:
         self.launch, self._process = launch, process
@@ -109,19 +109,20 @@ class ServiceProcess:
         return ServiceDied(self.launch, self.returncode, restarts)
 
     async def address(self, timeout_s: float) -> ServiceAddress:
-        """Wait for the address file. Raises `ServiceDied` at once when the process ends, `ServiceError` after `timeout_s`."""
+        """Wait for the address file. Raises the errors of `until`."""
         file = self.launch.address_file
         return await self.until(lambda: read_address(file) if file.is_file() else None, timeout_s, "has written no address")
 
     async def ready(self, timeout_s: float) -> ServiceAddress:
-        """Wait for the address file, and then for status 200 from /readyz. Raises the errors of `address`."""
+        """Wait for the address file, and then for status 200 from /readyz. Raises the errors of `until`."""
         address = await self.address(timeout_s)
         url = f"http://{address.http}/readyz"
         await self.until(lambda: http_status(address.http, "/readyz", 2.0) == 200 or None, timeout_s, f"is not ready ({url})")
         return address
 
     async def until(self, probe: Callable[[], T | None], timeout_s: float, failure: str) -> T:
-        """Call `probe` in a thread until its result is not None, and return the result. Raises the errors of `address`."""
+        """Call `probe` in a thread until its result is not None, and return the result. Raises `ServiceDied` at once when the
+        process ends, and `ServiceError` after `timeout_s`, in whose text `failure` says what is missing."""
         exited = asyncio.ensure_future(self.wait())
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -137,10 +138,9 @@ class ServiceProcess:
         finally:
             exited.cancel()
 
-    async def terminate(self, grace_s: float) -> int:
-        """Send SIGTERM to the process and, after `grace_s`, SIGKILL to it and its workers. Return the exit code. Workers get no
-        SIGTERM, because the process stops them itself. Workers that outlive it get SIGKILL after `_LEFTOVER_S`. The wait is
-        bounded even if the kernel takes long to end a process."""
+    async def terminate(self, grace_s: float) -> None:
+        """Send SIGTERM to the process and, after `grace_s`, SIGKILL to it and its workers. Workers get no SIGTERM, because the
+        process stops them itself. Workers that outlive it get SIGKILL after at most `_LEFTOVER_S`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         if self.returncode is None:
@@ -150,36 +150,26 @@ class ServiceProcess:
                 async with asyncio.timeout(grace_s):
                     await asyncio.shield(self.wait())
         leftover_s = min(_LEFTOVER_S, max(0.0, deadline - loop.time()))
-        if self.returncode is not None and await session_ended(self.pid, leftover_s):
-            return self.returncode
-        if not await self._killed():
-            _log.warning("%s: processes %s are still ending after SIGKILL", self.name, session_pids(self.pid))
-        return -signal.SIGKILL if self.returncode is None else self.returncode
+        if self.returncode is None or not await session_ended(self.pid, leftover_s):
+            try:
+                await self.kill_and_wait()
+            except ServiceError as error:
+                _log.warning("%s", error)
 
-    def kill(self) -> None:
-        """Send SIGKILL to the process and its workers, without waiting."""
-        kill_session(self.pid)
-
-    async def kill_and_wait(self) -> int:
+    async def kill_and_wait(self) -> None:
         """Kill the process and its workers. Raises `ServiceError` if one survives, for instance because a device hangs."""
-        if await self._killed():
-            return await self.wait()
-        raise ServiceError(f"{self.name}: processes {session_pids(self.pid)} survive SIGKILL")
-
-    async def _killed(self) -> bool:
         for _ in range(_KILL_ROUNDS):
-            self.kill()  # A worker may have forked since the previous round.
+            kill_session(self.pid)  # A worker may have forked since the previous round.
             if await session_ended(self.pid, _KILL_WAIT_S):
                 await self.wait()
-                return True
-        return False
+                return
+        raise ServiceError(f"{self.name}: processes {session_pids(self.pid)} survive SIGKILL")
 
 
 @dataclass
 class Restarts:
     """Decide whether and when a service is restarted, by its number of restarts in a row. A process that lived for `stable_s`
-    resets this number, and so does progress of the run since the previous death. A service that reports a user's mistake
-    is not restarted."""
+    resets this number, and so does progress of the run since the previous death. A user's mistake allows no restart."""
 
     limit: int = 5
     """Maximum restarts in a row."""
@@ -211,8 +201,6 @@ class Service:
     prepare: Callable[[], Launch]
     """Called before each start. It returns the process to start."""
     restarts: Restarts
-    follows_run: bool = False
-    """True if progress of the run resets the number of restarts in a row."""
     process: ServiceProcess | None = field(default=None, init=False)
     """The newest process; None before the first start."""
     keeper: asyncio.Task[None] | None = field(default=None, init=False)
@@ -256,7 +244,7 @@ def http_status(address: str, path: str, timeout_s: float) -> int | None:
 
 
 def why_taken(port: int) -> str:
-    """Return the reason why no process can listen on `port` (0 to 65535); "" if the port is free. It is not reserved."""
+    """Return the reason why no process can listen on `port` (0 to 65535); "" if the port is free. The port is not reserved."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

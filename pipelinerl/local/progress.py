@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.errors import counted
+from pipelinerl.run_summary import Record
 from pipelinerl.v1 import actor_pb2
 from pipelinerl.v1.actor_pb2 import ActorState
 
@@ -62,13 +63,8 @@ def sparkline(values: Iterable[float], width: int) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
-Metrics = Mapping[str, Any]
-"""A line of metrics.jsonl."""
-
-_RATE_STEPS = 20
 _UNSTEADY_S = 10.0
 """The remaining time is shown for at least this long after a step, because a short pause says nothing about the pace."""
-_HISTORY_STEPS = 400
 
 
 def phase_of(actor: ActorState | str) -> str:
@@ -85,14 +81,13 @@ class RunState:
     run: str
     total_steps: int
     phase: str = "starting"
-    last: Metrics = field(default_factory=dict)
     heldout: list[tuple[int, float]] = field(default_factory=list)
     """(policy version, accuracy) of each evaluation."""
-    history: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
-    """Metrics of the newest steps, including `last`."""
+    history: deque[Record] = field(default_factory=lambda: deque(maxlen=400))
+    """Metrics of the newest steps."""
     furthest: int = 0
     """The highest step so far, including steps that a restart undid."""
-    heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_STEPS))
+    heard_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=20))
     """(step, seconds from the runner's start until the step was reported) of the newest steps."""
     actors: Mapping[str, ActorState | str] = field(default_factory=dict)
     """Each actor's state, or the reason why it is unknown, by the actor's name."""
@@ -109,16 +104,19 @@ class RunState:
     """Seconds from the runner's start to the report of the newest step."""
 
     @property
+    def last(self) -> Record:
+        return self.history[-1] if self.history else {}
+
+    @property
     def step(self) -> int:
         return int(self.last.get("step") or 0)
 
-    def on_step(self, metrics: Metrics, elapsed_s: float | None) -> None:
+    def on_step(self, metrics: Record, elapsed_s: float | None) -> None:
         """Record an optimizer step. `elapsed_s`: seconds from the runner's start to the step's report; with None, the step
         does not count for the pace. If the step is known, a restart undid it: it and all later steps are removed first."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
             self.rewind(step - 1)
-        self.last = metrics
         self.furthest = max(self.furthest, step)
         self.history.append(metrics)
         if elapsed_s is not None:
@@ -136,10 +134,10 @@ class RunState:
         self.heard_s.clear()
         if version >= self.step:
             return
-        while self.history and int(self.history[-1].get("step") or 0) > version:
+        while self.step > version:
             self.history.pop()
-        known = {"step": version, "policy_version": version} if version else {}
-        self.last = self.history[-1] if self.history else known
+        if version > self.step:  # the version's own metrics are forgotten
+            self.history.append({"step": version, "policy_version": version})
         self.heldout = [one for one in self.heldout if one[0] <= version]
 
     def on_end(self, how: str) -> None:
@@ -169,7 +167,7 @@ def silence(state: RunState, elapsed_s: float) -> str:
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""
     serving = sum(phase_of(actor) == "serving" for actor in state.actors.values())
-    others = [_actor_text(name, actor, state.restarts[name]) for name, actor in state.actors.items()]
+    others = _actor_texts(state)
     told = [f"no step for {duration(quiet_s)}: {state.phase}{_restarts_text(state)}"]
     if others or state.sequences:
         told.append(f"{serving} of {counted(len(others), 'actor')} serving" + (f" ({'; '.join(others)})" if others else ""))
@@ -192,7 +190,6 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
     """Return the live display's (label, text) rows. The labels are always the same."""
     last = state.last
     rewards = [one["reward_mean"] for one in state.history if one.get("reward_mean") is not None]
-    actors = [_actor_text(name, actor, state.restarts[name]) for name, actor in state.actors.items()]
     return [
         ("step", f"{state.step} of {state.total_steps} ({percent(fraction_done(state))}), {_time_text(state, elapsed_s)}"),
         ("policy version", number(last.get("policy_version"))),
@@ -203,7 +200,7 @@ def rows(state: RunState, elapsed_s: float) -> list[tuple[str, str]]:
         ("tokens/s", _rates_text(last)),
         ("actor stall", _stall_text(state)),
         ("sequences", _sequences_text(state.sequences)),
-        ("actors", "; ".join(actors) or "-"),
+        ("actors", "; ".join(_actor_texts(state)) or "-"),
         ("now", silence(state, elapsed_s) or state.phase + _restarts_text(state)),
         ("live page", state.page or "-"),
     ]
@@ -246,12 +243,12 @@ def _heldout_text(state: RunState) -> str:
     return f"{percent(accuracy)} (version {version}), from {percent(first)} (version {first_version}), best {percent(best)}"
 
 
-def _lag_text(last: Metrics) -> str:
+def _lag_text(last: Record) -> str:
     lag = last.get("lag") or {}
     return f"mean {number(lag.get('mean'), 2)}, p95 {number(lag.get('p95'))}, max {number(lag.get('max'))}"
 
 
-def _rates_text(last: Metrics) -> str:
+def _rates_text(last: Record) -> str:
     generated, trained = last.get("tokens_generated_per_s"), last.get("tokens_trained_per_s")
     return f"{number(generated)} generated, {number(trained)} trained"
 
@@ -278,25 +275,27 @@ def _restarts_text(state: RunState) -> str:
     return f" (restarted: {', '.join(others)})" if others else ""
 
 
-def _actor_text(name: str, actor: ActorState | str, restarts: int) -> str:
-    text = f"{name} {phase_of(actor)}"
-    if not isinstance(actor, str) and actor.phase in (actor_pb2.ACTOR_PHASE_SERVING, actor_pb2.ACTOR_PHASE_DRAINING):
-        text += f" v{actor.policy_version}, {actor.sequences_in_progress} in progress"
-    return text + (f", restarted {restarts}x" if restarts else "")
+def _actor_texts(state: RunState) -> list[str]:
+    texts = []
+    for name, actor in state.actors.items():
+        text, restarts = f"{name} {phase_of(actor)}", state.restarts[name]
+        if not isinstance(actor, str) and actor.phase in (actor_pb2.ACTOR_PHASE_SERVING, actor_pb2.ACTOR_PHASE_DRAINING):
+            text += f" v{actor.policy_version}, {actor.sequences_in_progress} in progress"
+        texts.append(text + (f", restarted {restarts}x" if restarts else ""))
+    return texts
 
 
-PLAIN_EVERY_S = 5.0
-"""Minimum time between lines about steps. The final step is always shown."""
 QUIET_S = 60.0
-"""Minimum time without a step after which a line reports the pause. It doubles with each such line."""
+"""Minimum time without a step after which a line reports the pause. The time doubles with each such line."""
 _PHASE_EVERY_S = 2.0
 """Minimum time between lines about the phase, before the first step."""
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
-    """Print plain lines: steps, at most one per `every_s`; phases before the first step and during the stop; long pauses."""
+    """Print plain lines: steps, at most one per `every_s` seconds and always the final one; phases before the first step and
+    during the stop; long pauses."""
 
-    def __init__(self, stream: TextIO, every_s: float = PLAIN_EVERY_S) -> None:
+    def __init__(self, stream: TextIO, every_s: float = 5.0) -> None:
         self._stream, self._every_s = stream, every_s
         self._shown_step, self._shown_at_s = 0, float("-inf")
         self._shown_phase, self._phase_at_s, self._noted = "", float("-inf"), ""

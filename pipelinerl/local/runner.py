@@ -1,8 +1,9 @@
 """One run on this machine: start its services in order, restart them, and stop them in order.
 
 The order is NATS, initial model, verifier, actors, trainer. At the stop, the trainer writes a checkpoint, which may take
-minutes. Meanwhile the actors stop, and then the verifier. NATS stops last, because all others need it. A process that ends is
-restarted, even after exit code 0, a bounded number of times in a row. A run is finished when the trainer's summary says so.
+minutes. Meanwhile the actors stop, and then the verifier. NATS stops last, because all others need it. A run is finished when
+the trainer's summary says so. Until then, ended processes are restarted, a bounded number of times in a row, except after a
+user's mistake.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import asyncio
 import contextlib
 import errno
 import os
+import shlex
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count as numbers
+from functools import partial
 from pathlib import Path
 
 from pipelinerl.errors import EXIT_FAILURE, FieldError, PipelineRLError, ServiceError, counted
@@ -26,7 +28,7 @@ from pipelinerl.local.ending import Ending
 from pipelinerl.local.following import follow_trainer, watch_actors
 from pipelinerl.local.metrics import RunnerMetrics, runner_http
 from pipelinerl.local.nats import NAME as NATS
-from pipelinerl.local.nats import NatsServer
+from pipelinerl.local.nats import nats_command, nats_reached
 from pipelinerl.local.processes import (
     Launch,
     Restarts,
@@ -35,6 +37,7 @@ from pipelinerl.local.processes import (
     ServiceProcess,
     bound_log,
     http_status,
+    kill_session,
     living_names,
     raise_open_files,
     service_of,
@@ -74,12 +77,11 @@ from pipelinerl.service.tls import read_certificates
 from pipelinerl.telemetry.metrics import RunRegistry
 
 STOP_WITHIN_S = 12.0
-"""Time limit of the stop after Ctrl-C. The trainer gets additional time for its checkpoint."""
+"""Time limit of the stop. The trainer gets additional time for its checkpoint."""
 STOP_CHECKPOINT = "PIPELINERL_STOP_CHECKPOINT_S"
 _RESERVED_S = {"model": 8.0, "trainer": 5.0, "actor": 2.5, "verifier": 1.0, "nats": 0.0}
 """Seconds of `STOP_WITHIN_S` that a kind of process must leave to the kinds that stop later."""
 _VERIFIER_READY_S = 120.0
-_REFRESH_S = 0.5
 _DISK_S = 1.0
 """Seconds between two checks of the free disk space."""
 _UNLEARNED_STEPS = 5
@@ -97,9 +99,9 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def grace_s(kind: str, left_s: float, within_s: float = STOP_WITHIN_S) -> float:
-    """Return the seconds after which a stopping process is killed: `left_s`, the rest of the stop's time limit `within_s`,
-    minus the time that is reserved for the kinds of processes that stop later."""
+def grace_s(kind: str, left_s: float, within_s: float) -> float:
+    """Return the seconds after which a stopping process is killed. `left_s`: rest of the stop's time limit `within_s`. From it,
+    the time that is reserved for the kinds of processes that stop later is subtracted."""
     return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
 
 
@@ -120,7 +122,7 @@ class LocalRun:
     """`ServiceLaunches` describes this field and `placement`."""
     metrics_port: int = 0
     """Port of /metrics and /targets on this machine; 0 = any free port."""
-    refresh_s: float = _REFRESH_S
+    refresh_s: float = 0.5
     """Seconds between two updates of the display, and between two checks of the wanted number of actors."""
     reserve_bytes: int = RESERVE_BYTES
     """Bytes that must stay free on the run's disk in addition to the next checkpoint. With fewer, the run ends cleanly."""
@@ -201,22 +203,17 @@ class LocalRun:
             await stack.enter_async_context(runner_http(self.run_dir, self._registry, self.metrics_port))
             stack.push_async_callback(self._stop, NATS)
             stack.push_async_callback(self._stop_services)
-            stack.push_async_callback(self._stop, "model")
             nats = await self._start_nats()
-            self._launches.model_dir = await initial_model(self.recipe, self._launches, self._process, self._set_phase)
+            self._launches.model_dir = await initial_model(self._launches, self._process, self._set_phase)
             verifier = await self._start_verifier()
             await self._scale(self._actors_wanted())
-            trainer = self._service(TRAINER, self._prepare_trainer, follows_run=True)
+            trainer = Service(TRAINER, self._prepare_trainer, replace(self.restarts))
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
         """Start the trainer and wait for the run's end. Raises `ServiceError` if a service fails for good."""
-
-        def actors() -> list[Service]:
-            return [self._actors[number] for number in sorted(self._actors)]
-
         async with asyncio.TaskGroup() as group:
-            watching = watch_actors(actors, self._certificates, self._state)
+            watching = watch_actors(self._actors, self._certificates, self._state)
             upkeep = watching, self._keep(nats), self._keep(verifier), self._keep_actors(), self._watch_disk()
             beside = list(map(group.create_task, upkeep))
             await self._engines_measured()
@@ -246,31 +243,29 @@ class LocalRun:
     async def _start_nats(self) -> Service:
         """Start NATS, whose address file exists while it runs. A restart keeps port and streams, so the services reconnect."""
         self._set_phase("starting nats-server")
-        store, log_file = self.run_dir.nats_store.resolve(), self.run_dir.log(NATS).resolve()
-        server = NatsServer(store, extra=self._nats_security, log_file=log_file)
-        service = self._service(NATS, lambda: self._launches.nats(server.prepare()), follows_run=True)
-        process = await self._start(service)
-        self._launches.nats_url = await server.reached(process)
-        server.port = int(self._launches.nats_url.rpartition(":")[2])
-        self._announce_nats()
-        return service
+        folder, log, port = self.run_dir.nats_store.resolve(), self.run_dir.log(NATS).resolve(), 0
 
-    def _announce_nats(self) -> None:
-        if self._launches.nats_url:
-            write_json(self.run_dir.address(NATS), {"url": self._launches.nats_url})
+        def prepare() -> Launch:
+            command = nats_command(folder, log, port, self._nats_security)
+            return Launch(NATS, command, self._launches.environment, log, self.run_dir.address(NATS))
+
+        service = Service(NATS, prepare, replace(self.restarts))
+        self._launches.nats_url = await nats_reached(folder, await self._start(service))
+        port = int(self._launches.nats_url.rpartition(":")[2])
+        write_json(self.run_dir.address(NATS), {"url": self._launches.nats_url})
+        return service
 
     async def _start_verifier(self) -> Service:
         self._set_phase("starting the verifier")
         address: ServiceAddress | None = None
-        service = self._service("verifier", lambda: self._launches.verifier(again=address), follows_run=True)
+        service = Service("verifier", lambda: self._launches.verifier(again=address), replace(self.restarts))
         address = await (await self._start(service)).ready(_VERIFIER_READY_S)
         self._launches.verifier_address = address.grpc
         self._set_phase("starting trainer and actors")
         return service
 
     async def _engines_measured(self) -> None:
-        """Wait until the engines that share the trainer's GPU have started, because an engine measures the free memory when it
-        starts. An actor that dies meanwhile is restarted by `_keep_actors`."""
+        """If engines share the trainer's GPU, wait for their start, at which each measures the GPU's free memory."""
         if self.placement is None or not self.placement.is_shared:
             return
         self._set_phase("starting the engine, which shares the trainer's GPU")
@@ -327,7 +322,7 @@ class LocalRun:
                 written, seen_s = now, time.monotonic()
             await asyncio.sleep(self.refresh_s)
         self._note(f"the trainer has not answered and has written nothing for {duration(quiet_s)}: it hangs and is killed")
-        trainer.kill()
+        kill_session(trainer.pid)
 
     def _begin_to_stop(self) -> float:
         """Begin the stop, unless it has begun, and return the time at which its time limit ends."""
@@ -358,17 +353,14 @@ class LocalRun:
 
     # Restarts.
 
-    def _service(self, name: str, prepare: Callable[[], Launch], follows_run: bool = False) -> Service:
-        return Service(name, prepare, replace(self.restarts), follows_run)
-
     async def _start(self, service: Service) -> ServiceProcess:
         """Start a service. Raises `ServiceError` if its command cannot be executed."""
         if service_of(service.name) in ("actor", TRAINER):
             await self._restore_cache()
         process = self._processes[service.name] = service.process = await ServiceProcess.start(service.prepare())
         self._write_pids()
-        if service.name == NATS:
-            self._announce_nats()
+        if service.name == NATS and self._launches.nats_url:  # a restart keeps the address
+            write_json(self.run_dir.address(NATS), {"url": self._launches.nats_url})
         return process
 
     async def _restore_cache(self) -> None:
@@ -378,8 +370,7 @@ class LocalRun:
             model = Path(self._launches.model_dir)
             if is_built(self.recipe.model) and not is_complete(model):
                 self._note(f"{model} has been removed: the initial model is made again, because a service needs it to start")
-                make = initial_model(self.recipe, self._launches, self._process, self._set_phase)
-                self._launches.model_dir = await make
+                self._launches.model_dir = await initial_model(self._launches, self._process, self._set_phase)
 
     async def _keep(self, service: Service) -> None:
         """Restart the process when it ends, until the run is finished. Raises `ServiceError` if no restart is left."""
@@ -392,7 +383,8 @@ class LocalRun:
                 return
             await process.kill_and_wait()  # Remaining workers would keep ports and cores.
             served = served or process.launch.address_file.is_file()
-            reached = self._state.furthest if service.follows_run else 0
+            # Other actors may cause the run's progress, so it does not count for an actor.
+            reached = 0 if service_of(service.name) == "actor" else self._state.furthest
             delay_s = service.restarts.next_delay_s(time.monotonic() - started_s, code, served, reached)
             if delay_s is None:
                 raise process.died(service.restarts.in_a_row)
@@ -462,16 +454,17 @@ class LocalRun:
             self._note(f"{died.name} is given up: {died}")
 
     async def _scale(self, count: int) -> None:
-        """Start or stop actors until there are `count`. Actors that were given up are removed first, and then those with the
-        highest numbers. New actors get the lowest free numbers. Raises `ServiceError` if an actor cannot be executed."""
+        """Remove all actors that were given up, and then start or stop actors until there are `count`. Those with the highest
+        numbers are stopped. New actors get the lowest free numbers. Raises `ServiceError` if an actor cannot be executed."""
         if count == 0:
-            self._note("the number of actors is 0: nothing is generated until you run `pipelinerl scale actors N`")
+            command = f"pipelinerl scale actors N --run-dir {shlex.quote(str(self.run_dir.path))}"
+            self._note(f"the number of actors is 0: nothing is generated until you run `{command}`")
         ordered = sorted(self._actors, key=lambda number: (self._actors[number].given_up, number))
         least = sum(not actor.given_up for actor in self._actors.values())
         await asyncio.gather(*(self._remove(number) for number in ordered[min(count, least) :]))
-        free = (number for number in numbers() if number not in self._actors)
-        for number in [next(free) for _ in range(count - len(self._actors))]:
-            service = self._service(f"actor-{number}", lambda number=number: self._launches.actor(number))  # type: ignore[misc]
+        free = sorted(set(range(count)) - self._actors.keys())
+        for number in free[: count - len(self._actors)]:
+            service = Service(f"actor-{number}", partial(self._launches.actor, number), replace(self.restarts))
             await self._start(service)
             self._actors[number] = service
 
@@ -562,7 +555,7 @@ class LocalRun:
         self._interrupts += 1
         if self._interrupts > 1:
             for process in self._processes.values():
-                process.kill()
+                kill_session(process.pid)
         elif self._stop_by_s is None:
             self._begin_to_stop()
             self._running.cancel()

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from pipelinerl.bus.permissions import ACTOR, TRAINER
 from pipelinerl.initial_model import COMPILED, built_folder, cache_folder, is_built, is_complete, why_unwritable
-from pipelinerl.local.nats import NAME as NATS
 from pipelinerl.local.processes import Launch, ServiceProcess, log_tail, service_of, why_taken
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.model_folder import model_folder
@@ -64,32 +63,28 @@ def _thread_env(threads: int) -> dict[str, str]:
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use: by its CPU affinity, or by its cgroup's quota if that is smaller."""
-    return min(_allowed_cores(), _quota_cores() or _allowed_cores())
+    """Return how many cores this process may use: the smaller one of its CPU affinity and its cgroup's quota, rounded up."""
+    allowed = _allowed_cores()
+    if not _CGROUP_QUOTA.is_file():  # there is no cgroup v2
+        return allowed
+    quota, _, period = _CGROUP_QUOTA.read_text().strip().partition(" ")
+    return allowed if quota == "max" else min(allowed, max(1, math.ceil(int(quota) / int(period or 100_000))))
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
     """Set OMP_NUM_THREADS, unless it is set, to each process's share of a CPU quota, because torch ignores quotas."""
-    if "OMP_NUM_THREADS" not in environment and 0 < (quota := _quota_cores()) < _allowed_cores():
-        environment["OMP_NUM_THREADS"] = str(max(1, quota // processes))
+    if "OMP_NUM_THREADS" not in environment and (cores := available_cores()) < _allowed_cores():
+        environment["OMP_NUM_THREADS"] = str(max(1, cores // processes))
 
 
 def _allowed_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _quota_cores() -> int:
-    """Return the limit in `cpu.max` of cgroup v2, in cores, rounded up; 0 if there is no limit or no cgroup v2."""
-    if not _CGROUP_QUOTA.is_file():
-        return 0
-    quota, _, period = _CGROUP_QUOTA.read_text().strip().partition(" ")
-    return 0 if quota == "max" else max(1, math.ceil(int(quota) / int(period or 100_000)))
-
-
 def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Return `environment` with settings that shut out other users. Temporary files are in `folder`, because other users could
-    read some in /tmp. Gloo listens on loopback. Torch's compiled code is in the user's cache, if only the user can write to it.
-    """
+    read some in /tmp. Gloo listens on loopback. Torch's compiled code is in the user's cache, if no other user can write
+    there."""
     # If there is no such cache, or the user has no name or home, torch compiles at each start.
     with contextlib.suppress(OSError, KeyError, RuntimeError):
         compiled = cache_folder(environment).absolute() / COMPILED
@@ -119,7 +114,7 @@ COMMANDS = {
 
 @dataclass
 class ServiceLaunches:
-    """Makes the `Launch` of each service of a run. All services inherit `environment`."""
+    """Makes the `Launch` of each service except NATS. All services inherit `environment`."""
 
     recipe: Recipe
     run_dir: RunDir
@@ -135,10 +130,6 @@ class ServiceLaunches:
     verifier_address: str = ""
     model_dir: str = ""
     """Folder of the initial policy; empty = the services fetch a hub model."""
-
-    def nats(self, command: tuple[str, ...]) -> Launch:
-        log, address_file = self.run_dir.log(NATS).resolve(), self.run_dir.address(NATS).resolve()
-        return Launch(NATS, command, self.environment, log, address_file)
 
     def verifier(self, again: ServiceAddress | None = None) -> Launch:
         """Return the verifier's launch. After a restart, it keeps its previous address `again`, because actors use it."""
@@ -208,13 +199,13 @@ def _port(address: str) -> str:
 
 
 async def initial_model(
-    recipe: Recipe,
     launches: ServiceLaunches,
     run_process: Callable[[Launch], AbstractAsyncContextManager[ServiceProcess]],
     report: Callable[[str], None],
 ) -> str:
     """Return the folder of the initial policy; "" for a hub model, which the services fetch. If the folder must be built, a
     process started by `run_process` builds it, and `report` is called with its progress. Raises `ServiceDied` if that fails."""
+    recipe = launches.recipe
     if not is_built(recipe.model):
         folder = model_folder(recipe.model)
         return "" if folder is None else str(folder.resolve())

@@ -88,11 +88,9 @@ class Completion:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Branch(Completion):
-    """One row of tokens: a prompt, then turns with an environment's observations between them.
-
-    The completion is everything from the first turn to the last one; without `turns`, it is one turn. behaviour_logprobs and
-    `spans` leave out the observations.
-    """
+    """One row of tokens: a prompt, then turns with an environment's observations between them. The completion is everything
+    from the first turn to the last one; without `turns`, it is one turn. behaviour_logprobs and `spans` leave out the
+    observations."""
 
     prompt_token_ids: TokenIds
     turns: tuple[Turn, ...] = ()
@@ -127,11 +125,9 @@ class PartialSequence(Completion):
 
 @dataclass(frozen=True, eq=False)
 class PromptGroup:
-    """One prompt, with the number of samples wanted. `episodic`: each sample is an episode, whose environment makes the prompt.
-
-    `partials` are samples to continue. `done_samples` are not requested, because they are published already or requested by
-    another message. All other samples start from the prompt.
-    """
+    """One prompt, with the number of samples wanted. `partials` are samples to continue. `done_samples` are not requested,
+    because they are published already or requested by another message. All other samples start from the prompt. `episodic`:
+    each sample is an episode, whose environment makes the prompt."""
 
     run: str
     group_id: str
@@ -239,8 +235,7 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
 
 
 def remains_of_sequence(data: bytes, *, run: str) -> tuple[str, bytes]:
-    """Return the id and group token of a sequence that `decode_sequence` refuses. Both are empty if the message does not parse
-    or is of another run."""
+    """Return id and group token of a sequence that `decode_sequence` refuses; empty unless it parses and belongs to `run`."""
     try:
         message = parse(pb.Sequence(), data, _SEQUENCE)
     except MessageError:
@@ -383,7 +378,12 @@ def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
     check_token_ids(group.prompt_token_ids, _GROUP, "prompt_token_ids")
     if not len(group.prompt_token_ids) and not group.episodic:
         raise MessageError(_GROUP, "prompt_token_ids", "is empty")
-    check_sampling(group.sampling, _GROUP, "sampling.")
+    check_finite(group.sampling.temperature, _GROUP, "sampling.temperature", at_least=0.0)
+    check_uint(group.sampling.max_tokens, _GROUP, "sampling.max_tokens", at_least=1)
+    for token_id in group.sampling.stop_token_ids:
+        check_uint(token_id, _GROUP, "sampling.stop_token_ids", bits=31)
+    if "" in group.sampling.stop:
+        raise MessageError(_GROUP, "sampling.stop", "holds an empty text, which would end every completion")
     for name in ("problem_index", "seed", "issued_version"):
         check_uint(getattr(group, name), _GROUP, name, bits=64)
     _check_num_samples(group.num_samples, _GROUP, "num_samples")
@@ -418,16 +418,6 @@ def _check_partial(partial: PartialSequence, max_tokens: int) -> None:
 def _check_num_samples(number: int, kind: str, field: str) -> None:
     if not 1 <= number <= MAX_SAMPLES:
         raise MessageError(kind, field, f"{number} is not in [1, {MAX_SAMPLES}]")
-
-
-def check_sampling(sampling: SamplingParams, kind: str, prefix: str = "") -> None:
-    """Raise `MessageError` for a setting with which no engine can sample."""
-    check_finite(sampling.temperature, kind, f"{prefix}temperature", at_least=0.0)
-    check_uint(sampling.max_tokens, kind, f"{prefix}max_tokens", at_least=1)
-    for token_id in sampling.stop_token_ids:
-        check_uint(token_id, kind, f"{prefix}stop_token_ids", bits=31)
-    if "" in sampling.stop:
-        raise MessageError(kind, f"{prefix}stop", "holds an empty text, which would end every completion")
 
 
 def _check_tokens(tokens: Completion, kind: str, prefix: str, turns: tuple[Turn, ...] = ()) -> None:

@@ -105,11 +105,9 @@ class VerifierClient:
         await self._channel.close()
 
     async def verify(self, items: list[pb.VerifyItem]) -> list[pb.VerifyResult]:
-        """Return one result per item, in order. A reward is within ±`MOST_REWARD`, and 0 unless the result's status is OK.
-
-        Waits without limit while the verifier is unreachable, full or late. Raises `ServiceError` if the verifier refuses the
-        call, `MessageError` if the answer does not match the items.
-        """
+        """Return one result per item, in order. A reward is within ±`MOST_REWARD`, and 0 unless the result's status is OK. Wait
+        without limit while the verifier is unreachable, full or late. Raises `ServiceError` if the items are too large or the
+        verifier refuses the call, `MessageError` if the answer does not match the items."""
         if not items:
             return []
         request = pb.VerifyRequest(items=items)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -506,7 +507,8 @@ async def test_actors_are_added_and_taken_away_while_the_run_goes_on(tmp_path: P
             assert await asyncio.to_thread(main, command) == 0
             actors = [pid for name, pid in living(run.dir).items() if name.startswith("actor-")]
             assert (len(actors), first in actors) == (count, stays), "the longest-serving one stays"
-        assert run.printed.getvalue().count("number of actors is 0: nothing is generated until you run `pipelinerl scale") == 1
+        command = f"`pipelinerl scale actors N --run-dir {shlex.quote(str(run.dir.path))}`"
+        assert run.printed.getvalue().count(f"number of actors is 0: nothing is generated until you run {command}") == 1
         assert not ending.done()
         os.kill(os.getpid(), signal.SIGINT)
         assert (await ending).interrupted

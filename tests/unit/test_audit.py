@@ -171,6 +171,7 @@ AGAIN = "g00000000.0"
         ([issue(3), issue(4)], Check.GROUPS, 1, "g00000004 was issued without being reserved"),
         ([{"event": "issue", "group": "other", "samples": 1}], Check.GROUPS, 1, "'other' has no number"),
         ([{"event": "issue", "samples": 1}], Check.JOURNAL, 1, "issue lacks a valid field"),
+        ([{"event": "step", "version": None, "counts": {}}], Check.JOURNAL, 1, "step lacks a valid field"),
         ([{"event": "close", "outcome": "eaten", "ids": []}], Check.JOURNAL, 1, "close lacks a valid field"),
         ([{"event": "start", "version": 1}], Check.JOURNAL, 1, "start lacks a valid field"),
         ([start(2, version=0, keep=10)], Check.RESTARTS, 1, "keeps 10 bytes"),
@@ -198,7 +199,7 @@ def test_a_lineage_that_says_otherwise(tmp_path: Path) -> None:
     write(tmp_path, *OPENING)
     (tmp_path / "lineage.json").write_text('{"run": "unit", "starts": [0, 5]}')
     assert failures(audit_files(tmp_path)) == {}, "the second trainer died before it wrote to the journal"
-    for content in ('{"starts": [3]}', '{"starts": []}'):
+    for content in ('{"starts": [3]}', '{"starts": []}', '{"starts": null}'):
         (tmp_path / "lineage.json").write_text(content)
         assert Check.RESTARTS in failures(audit_files(tmp_path))
     (tmp_path / "lineage.json").unlink()

@@ -199,6 +199,10 @@ async def test_what_is_reserved_may_be_out_there_unless_the_run_has_ended(tmp_pa
         again.journal.write({"event": "end", "version": 2, "finished": True})
         again.journal.flush()
         assert failures(await audited(tmp_path, bus)) == {Check.UNKNOWN: ("g00000077.1",)}
+        with (tmp_path / JOURNAL).open("ab") as journal:
+            journal.write(b"damaged\n")
+        await publish(bus, make_group(99), 1, VersionSpan(1, 0, 2, 2))
+        assert set(failures(await audited(tmp_path, bus))) == {Check.JOURNAL, Check.UNKNOWN}
 
 
 async def test_messages_that_repeat_or_cannot_be_read_are_counted_and_no_contradiction(tmp_path: Path) -> None:

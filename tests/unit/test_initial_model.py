@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from pipelinerl.errors import FieldError, MessageError, ServiceError
-from pipelinerl.initial_model import CHUNK_BYTES, built_folder, built_name, filling, model_source
+from pipelinerl.initial_model import CHUNK_BYTES, built_folder, built_name, filling, is_complete, model_source, why_unwritable
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.loading import RecipeError, load_recipe, recipe_from_data, recipe_yaml
 from pipelinerl.recipe.model_folder import SMALL_MODELS
@@ -134,6 +134,11 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
             (faster / "config.json").write_text("faster")
     assert contents(folder) == {"config.json": b"faster"}
     assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_path_that_the_system_refuses_is_an_absent_folder(tmp_path: Path) -> None:
+    refused = tmp_path / ("x" * 300)  # root may search every folder, but no name may be that long
+    assert (is_complete(refused), why_unwritable(refused)) == (False, "")
 
 
 def test_what_killed_processes_left_is_removed_a_day_later(tmp_path: Path) -> None:

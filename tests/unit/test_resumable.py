@@ -89,13 +89,14 @@ def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
     write_json(state, {**current, "format": 2})
     with pytest.raises(FieldError, match=r"of policy version 5 has format 2, .*finish the run with the release that wrote it"):
         resume(run)
-    for damaged, content in ((state, "[]"), (state, "{}"), (state, "{"), (run.path / JOURNAL, "{\n")):
-        damaged.write_text(content)
-        with pytest.raises(
-            FieldError, match=r"--resume = .*its journal or newest checkpoint cannot be read: .*; restore the file"
-        ):
+    for damaged in ("[]", "{}", "{"):
+        state.write_text(damaged)
+        with pytest.raises(FieldError, match=r"--resume = .*its newest checkpoint cannot be read: .*; restore the file"):
             resume(run)
-        write_json(state, current)
+    write_json(state, current)
+    (run.path / JOURNAL).write_text("damaged\n")
+    with pytest.raises(UserError, match=r"ledger.jsonl: the line at byte 0 is not an event: .*; restore the file from a copy"):
+        resume(run)
     (run.path / JOURNAL).unlink()
     (run.path / "lineage.json").unlink()
     with pytest.raises(FieldError, match=r"--resume = .*lineage.json is missing: restore it"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from enum import Enum
-from typing import Any, Literal, Optional
+from typing import Any, Dict, Literal, Optional  # noqa: UP035
 
 import pytest
 
@@ -21,6 +21,7 @@ def search(
     weights: dict[str, float],
     exact: Optional[bool] = None,  # noqa: UP045
     more: list = [],  # noqa: B006
+    about: Dict = {},  # noqa: UP006, B006
 ) -> list[str]:
     """Finds documents.
 
@@ -57,6 +58,7 @@ def test_name_hints_and_docstring_are_the_schema() -> None:
                     "weights": {"type": "object", "additionalProperties": {"type": "number"}},
                     "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}], "default": None},
                     "more": {"type": "array", "items": {}, "default": []},
+                    "about": {"type": "object", "additionalProperties": {}, "default": {}},
                 },
                 "required": ["query", "weights"],
                 "additionalProperties": False,
@@ -81,6 +83,7 @@ async def yields_later(query: str) -> AsyncIterator[str]:
     yield query
 
 
+def list_as_hint(query: [str]) -> None: ...  # type: ignore[valid-type]
 def odd_literal(query: Literal[Order.NEW]) -> None: ...
 def unknown_hint(query: Nowhere) -> None: ...  # type: ignore[name-defined] # noqa: F821
 
@@ -96,6 +99,8 @@ def unknown_hint(query: Nowhere) -> None: ...  # type: ignore[name-defined] # no
         (yields_later, "tool yields_later: is a generator function (it yields)"),
         (odd_literal, "tool odd_literal: parameter query is Literal; use str, int"),
         (unknown_hint, "tool unknown_hint: its type hints cannot be read: name 'Nowhere'"),
+        (list_as_hint, "tool list_as_hint: parameter query is [<class 'str'>]; use str, int"),
+        (max, "tool max: its type hints cannot be read: no signature found"),
         (lambda: None, "'<lambda>' cannot be a tool: use a function whose name has"),
     ],
 )
