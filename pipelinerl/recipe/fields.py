@@ -94,21 +94,22 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from dotted_paths(section, f"{prefix}{name}.")
 
 
-def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
-    """Return paths similar to `path`: of the same last part, of a last part with these initials, or of similar spelling."""
+def near_matches(model: type[BaseModel], path: str) -> list[str]:
+    """Return up to three paths that the user may have meant by `path`. First come those with the same last part, then those
+    with its letters as initials (`trainer.lr` gives `trainer.learning_rate`), then similar spellings."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
     same_name.sort(key=lambda candidate: -difflib.SequenceMatcher(None, candidate, path).ratio())
     beside = {candidate.rpartition(".")[2]: candidate for candidate in known if candidate.rpartition(".")[0] == section}
     initials = [beside[one] for one in beside if "".join(word[:1] for word in one.split("_")) == name]
-    alike = [beside[found] for found in difflib.get_close_matches(name, beside, n=limit, cutoff=0.6)]
+    alike = [beside[found] for found in difflib.get_close_matches(name, beside)]
     beyond = difflib.get_close_matches(path, known, n=1, cutoff=0.85)
-    return list(dict.fromkeys([*same_name, *initials, *alike, *beyond]))[:limit]
+    return list(dict.fromkeys([*same_name, *initials, *alike, *beyond]))[:3]
 
 
 def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
-    """Return the error message for an unknown path. It suggests similar fields, or else lists the section's fields."""
+    """Return the error message for an unknown path. It suggests similar fields, or else says what is allowed there."""
     if near := near_matches(model, ".".join(path)):
         return f"no such field; did you mean {one_of(near)}?"
     parent = field_at(model, path[:-1])
@@ -123,7 +124,7 @@ def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return a field's permitted values and its meaning, such as `an integer, at least 1 (n: samples per prompt)`."""
+    """Return the text of `takes` and the field's meaning, such as `an integer, at least 1 (n: samples per prompt)`."""
     meaning = (field.description or "").rstrip(". ")
     return f"{takes(field)} ({meaning})" if meaning else takes(field)
 
@@ -136,7 +137,7 @@ def takes(field: FieldInfo) -> str:
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """Return the possible values of a field; empty if they cannot be listed."""
+    """Return the possible values of a field with this annotation; empty if they cannot be listed."""
     if annotation is bool:
         return ("true", "false")
     arguments = get_args(annotation)
@@ -368,11 +369,11 @@ class RewardConfig(Section):
     """reward = correct * score + format_weight * [format matches] + overlong penalty. Each term is also reported separately."""
 
     scorer: str = "task"
-    r"""Method that scores an answer. `task`: reasoning-gym's own scorer, or `exact` for problems from files. `exact`: same text
-    as the reference. `regex`: matches the reference, a regular expression. `math`: the final answer in the text has the
-    reference's value. `math_boxed`: the last `\boxed{}` has it. `json_schema`: JSON that fits the schema. `code`: the program
-    passes the problem's tests. `judge`: another model scores (section `judge`). `pkg.module:function`: your function, written
-    for PipelineRL, verl or TRL. `binary` applies neither to `judge` nor to your function."""
+    r"""Method that scores an answer. `task`: reasoning-gym's own scorer, the environment's reward or, for other sources,
+    `exact`. `exact`: same text as the reference. `regex`: matches the reference, a regular expression. `math`: the final answer
+    in the text has the reference's value. `math_boxed`: the last `\boxed{}` has it. `json_schema`: JSON that fits the schema.
+    `code`: the program passes the problem's tests. `judge`: another model scores (section `judge`). `pkg.module:function`: your
+    function, written for PipelineRL, verl or TRL. `binary` applies neither to `judge` nor to your function."""
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: Annotated[str, regex("answer")] = ""
     """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. After the last match, a

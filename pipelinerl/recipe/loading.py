@@ -37,7 +37,7 @@ class RecipeError(UserError):
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:
-    """Return a `FieldError` for each wrong field, in the order of the fields."""
+    """Return a `FieldError` for each wrong field of `model`."""
     return [_problem(details, model) for details in error.errors(include_url=False)]
 
 
@@ -98,9 +98,9 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Return the field's path and the value in `a.b=value`, which is read as YAML. For a field of text or a list of texts, an
-    unquoted value that is empty or has a YAML comment, such as `#(\\d+)$`, is taken literally. For a field of text, so is
-    invalid YAML. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
+    """Return the field's path and the value in `a.b=value`, which is read as YAML. A field for text, or for a list of texts,
+    takes an unquoted value literally if it is empty or has a comment, such as `#(\\d+)$`. A field for text also takes invalid
+    YAML literally. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
@@ -148,8 +148,8 @@ def find_recipe(name: str | Path) -> Path:
 
 
 def known_recipes(*, shipped: bool = False) -> dict[str, Path]:
-    """Return the files of recipes, keyed by the bare names that `find_recipe` takes. `shipped`: leave out `recipes/` of the
-    current folder, so only those that come with this package."""
+    """Return the files of recipes, keyed by the bare names that `find_recipe` takes. `shipped`: only recipes that come with
+    this package, without `recipes/` of the current folder."""
     source_tree = Path(pipelinerl.__file__).resolve().parents[1]
     folders = (Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes"))
     return {found.stem: found for folder in reversed(folders[shipped:]) for found in sorted(folder.glob("*.yaml"))}
@@ -163,7 +163,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the data of a recipe whose file is in `folder`. Paths to problems, to an agent's program and to a chat template
+    """Return the data of a recipe whose file is in `folder`. Paths to problems, to a chat template and in an agent's command
     get `folder` as a prefix if they exist there. Otherwise they stay relative to the current folder."""
 
     def found(path: Any) -> Any:

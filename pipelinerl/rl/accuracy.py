@@ -17,14 +17,6 @@ _Z = 1.959964
 """97.5 % quantile of the standard normal distribution."""
 
 
-def wilson_interval(share: float, trials: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a `share` in [0, 1] that was found in `trials` trials, at least one."""
-    spread = _Z * _Z / trials
-    middle = share + spread / 2
-    half = _Z * math.sqrt((share * (1 - share) + spread / 4) / trials)
-    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
-
-
 def pass_at(k: int, answers: int, right: int) -> float:
     """Return the unbiased estimate of the probability that at least one of k answers is right (Chen et al., arXiv
     2107.03374, equation 1). Of the known `answers` (k or more), `right` are right."""
@@ -51,8 +43,11 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        mean = fmean(values)
-        return cls(mean, *wilson_interval(mean, len(values)))
+        """Return the mean of one or more `values` in [0, 1], one per problem, and its 95 % interval."""
+        mean, spread = fmean(values), _Z * _Z / len(values)
+        middle = mean + spread / 2
+        half = _Z * math.sqrt((mean * (1 - mean) + spread / 4) / len(values))
+        return cls(mean, max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread)))
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class Accuracy:
     """Accuracy on one set of problems, in the form of metrics.jsonl and summary.json. `accuracy`: mean share of right answers,
     over problems with a verdict. `lower_bound`: share of right answers if the `unanswered` answers without a verdict count as
     wrong. `pass_at`: estimates for k = 2, 4, 8, … and for the number of answers per problem, each over problems with at least k
-    verdicts."""
+    verdicts. `reported`: the `means_of` numbers that environments or rewards report."""
 
     accuracy: Estimate
     lower_bound: float

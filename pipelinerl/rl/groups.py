@@ -11,17 +11,15 @@ that is too old is lost and leaves N, so the bound never starves the trainer. v 
 
 In conventional mode, phase p covers versions pG .. pG + G - 1 and issues exactly G * K groups (B * G sequences).
 
-**Freshness.** With the bound alone, actors that are faster than the trainer would fill a queue, in which every sequence becomes
-as old as the bound allows. Pipeline mode therefore limits the samples in flight. A sample is in flight if its group was issued
-and not lost, and the step that uses it has not begun. A sample that has arrived and waits for others of its group does not
-count.
+**Freshness.** With the bound alone, actors that are faster than the trainer would fill a queue, and every sequence would become
+as old as the bound allows. Pipeline mode therefore limits the samples in flight. A sample is in flight from its issue until the
+step that uses its group begins, or the group is lost. While a sample waits for others of its group, it does not count.
 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: A * H for full slots, a next group of n for each actor,
 and B for a waiting batch. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait, unless max_lag
-caused the wait. It falls if each of `limit / B + 1` successive steps leaves two or more complete groups over. Groups
-left over at each step only make sequences older. The limit falls by a quarter of the smallest number left over, rounded up.
-Steps count only after all groups issued before the last change are complete. When an actor leaves, the limit returns to its
-ceiling, because the actor's samples stay in flight for up to half a minute.
+caused the wait. It falls if `limit / B + 1` successive steps each leave two or more complete groups over, by a quarter of the
+smallest number left over, rounded up. Steps count only after all groups issued before the last change are complete. When an
+actor leaves, the limit returns to its ceiling, because the actor's samples stay in flight for up to half a minute.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
 version is (incarnation, number): after a restart from v = 20, version 25 of the previous incarnation is a policy that no longer
@@ -38,7 +36,7 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from pipelinerl.errors import FieldError
 from pipelinerl.messages.sequences import PolicyVersion, Sequence, VersionSpan
@@ -250,11 +248,7 @@ def smallest_group(baseline: Baseline) -> int:
     return 2 if baseline == "leave_one_out" else 1
 
 
-def group_advantages(
-    rewards: list[float] | tuple[float, ...] | NDArray[np.floating],
-    baseline: Baseline = "leave_one_out",
-    normalize_std: bool = False,
-) -> NDArray[np.float64]:
+def group_advantages(rewards: ArrayLike, baseline: Baseline, normalize_std: bool = False) -> NDArray[np.float64]:
     """Return the advantage of each sample of one group, float64[n], for rewards [n].
 
     `group_mean`: r_i - mean(r) (GRPO, arXiv 2402.03300). `leave_one_out`: r_i - mean of the others (RLOO, arXiv 2402.14740),
@@ -276,11 +270,6 @@ def group_advantages(
     return advantages
 
 
-def all_equal(rewards: list[float] | tuple[float, ...] | NDArray[np.floating]) -> bool:
-    values = np.asarray(rewards, dtype=np.float64)
-    return bool((values == values[0]).all())
-
-
 def answer_reward(components: Mapping[str, float]) -> float | None:
     """Return the sum of a reward's answer terms, without format and length; None if it has no answer term."""
     terms = [term for name, term in components.items() if name == "answer" or name.startswith("answer.")]
@@ -291,7 +280,7 @@ def equally_right(samples: Iterable[Sequence]) -> bool:
     """Return whether all answers of a group earned the same reward. `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops such
     groups. If rewards have answer terms, only these are compared, as equally right answers may differ in other terms."""
     earned = ((answer_reward(sample.reward_components), sample.reward) for sample in samples)
-    return all_equal([reward if answer is None else answer for answer, reward in earned])
+    return len({reward if answer is None else answer for answer, reward in earned}) == 1
 
 
 CUTTING = ("ppo_clip", "grpo", "gspo")
@@ -302,12 +291,10 @@ MOST_CUT, CUT_STEPS = 0.25, 10
 
 def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
     """Return the warning about a clip range that cuts `share` of the tokens."""
-    fix = (
-        f"together with algorithm.clip_high ({algorithm.clip_high:g}) it cuts {share:.0%} of the tokens, which then have no "
-        "gradient. A token's ratio is relative to the policy that sampled it, up to max_lag steps ago; widen "
-        "algorithm.clip_low and algorithm.clip_high, or lower algorithm.max_lag or trainer.learning_rate"
-    )
-    return FieldError("algorithm.clip_low", algorithm.clip_low, fix)
+    cut = f"together with algorithm.clip_high ({algorithm.clip_high:g}) it cuts {share:.0%} of the tokens, which then have no"
+    why = "gradient. A token's ratio is relative to the policy that sampled it, up to max_lag steps ago"
+    fix = "widen algorithm.clip_low and algorithm.clip_high, or lower algorithm.max_lag or trainer.learning_rate"
+    return FieldError("algorithm.clip_low", algorithm.clip_low, f"{cut} {why}; {fix}")
 
 
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")

@@ -1,7 +1,7 @@
 """Account for every sequence: `issued = trained + dropped_stale + dropped_filtered + failed + in_flight`.
 
-`Ledger` has two events, issue and close, each O(1) per sequence. If the equation breaks, our code is wrong and the run stops.
-`SequenceTracker` keeps the ledger and the open groups consistent. Neither does IO; checkpoints store the result of `to_state`.
+`Ledger` has two events, issue and close, each O(1) per sequence. If the equation breaks, PipelineRL has a defect and the run
+ends. `SequenceTracker` keeps the ledger and the open groups consistent. Checkpoints store the result of its `to_state`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SKIPPED = "step skipped"
 
 
 class LedgerViolation(AssertionError):
-    """A sequence was issued twice, closed twice or closed without being issued, or the counts do not add up."""
+    """A sequence was issued twice, closed without being in flight or failed without a reason, or the counts do not add up."""
 
 
 STATES = ("issued", *(outcome.value for outcome in Outcome), "in_flight")
@@ -62,7 +62,7 @@ class Ledger:
         self._count("issued", len(ids))
 
     def close(self, sequence_ids: Iterable[str], outcome: Outcome, reason: str = "") -> None:
-        """Close sequences with an outcome; FAILED needs a `reason`. Raises `LedgerViolation` if one is not in flight."""
+        """Close sequences with an outcome. Raises `LedgerViolation` if one is not in flight, or fails without a `reason`."""
         ids = list(sequence_ids)
         for sequence_id in ids:
             if sequence_id not in self._in_flight:
@@ -87,7 +87,7 @@ class Ledger:
 
     @property
     def discrepancy(self) -> int:
-        """Return the issued sequences minus the sum of all other counts. Anything but 0 is a defect."""
+        """The number of issued sequences minus all other counts. Anything but 0 is a defect."""
         counts = self.counts  # read once, since another thread may change it
         return 2 * counts["issued"] - sum(counts.values())
 

@@ -171,10 +171,8 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
         enough = next((2**n for n in range(MOST_PER_ACTOR.bit_length()) if fits(2**n)), None)
         twice = "" if loads_paused(recipe) or sends_adapters(recipe) else ", which an update holds twice"
         overhead = ENGINE_GIB + (update_gib(recipe, model) if loads_paused(recipe) else UPDATE_GIB)
-        large = (
-            f"{weights:,.0f} GiB of weights{twice}, {longest:.1f} GiB of KV cache for one sequence of model.max_context, and "
-            f"{overhead:.3g} GiB of overhead on each accelerator do not fit accelerators of {memory_gib:,.0f} GiB"
-        )
+        large = f"{weights:,.0f} GiB of weights{twice}, {longest:.1f} GiB of KV cache for one sequence of model.max_context, "
+        large += f"and {overhead:.3g} GiB of overhead on each accelerator do not fit accelerators of {memory_gib:,.0f} GiB"
         fix = f"use {enough}" if enough else f"even {MOST_PER_ACTOR}, the maximum, are too few"
         return FieldError("actor.engine.tensor_parallel_size", size, f"{large}; {fix}")
     update, sent = update_gib(recipe, model), "adapters" if sends_adapters(recipe) else "weights"
@@ -250,11 +248,9 @@ def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int)
     if recipe.trainer.shard_ranks:  # It must divide the number of ranks.
         field, nproc = "shard_ranks", recipe.trainer.ranks
         enough = str(next((number for number in range(fewest, nproc + 1) if nproc % number == 0), fewest))
-    fix = (
-        f"weights, gradients and optimizer state, shared by {counted(ranks, 'rank')}, take {state_gib:.1f} GiB per rank, which "
-        f"leaves less than {1 - MODEL_STATE_SHARE:.0%} of {memory_gib:,.0f} GiB for activations; use {enough} ranks"
-    )
-    return FieldError(f"trainer.{field}", getattr(recipe.trainer, field) or "auto", fix)
+    state = f"weights, gradients and optimizer state, shared by {counted(ranks, 'rank')}, take {state_gib:.1f} GiB per rank"
+    fix = f"which leaves less than {1 - MODEL_STATE_SHARE:.0%} of {memory_gib:,.0f} GiB for activations; use {enough} ranks"
+    return FieldError(f"trainer.{field}", getattr(recipe.trainer, field) or "auto", f"{state}, {fix}")
 
 
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:

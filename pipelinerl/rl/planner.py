@@ -201,9 +201,7 @@ def make_plan(
     kv_used_gib = h * held * model.kv_bytes / GIB
     state_gib = state_bytes(recipe, model) / GIB / chosen.num_trainers
     unused = num_accelerators - chosen.num_generators * machine.per_actor - chosen.num_trainers
-    takes = (
-        f"an actor takes {machine.per_actor}, and context_parallel and shard_ranks need a multiple of {rank_unit(recipe)} ranks"
-    )
+    takes = f"an actor takes {machine.per_actor}, and context_parallel and shard_ranks need a multiple of {rank_unit(recipe)}"
     reasons = (
         _why_this_split(chosen, max(splits, key=lambda one: one.rate), max_lag),
         _why_this_h(h, sequences_in_progress, most),
@@ -213,7 +211,7 @@ def make_plan(
         f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB, so at least {counted(fewest, 'rank')} must share the state",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for each "
         f"weight update ({update_s:.2g} s) adds to it",
-        *([f"unused: {counted(unused, 'accelerator')} of {num_accelerators:,}, because {takes}"] if unused else []),
+        *([f"unused: {counted(unused, 'accelerator')} of {num_accelerators:,}, because {takes} ranks"] if unused else []),
         *_warnings(recipe, machine, chosen, fewest, update_s),
     )
     conventional, steps = phase * lengths.mean / phase_s, recipe.trainer.steps
@@ -260,10 +258,8 @@ def _may_drop_less(one: Split, chosen: Split) -> bool:
 
 def _why_this_split(chosen: Split, fastest: Split, max_lag: int | None) -> str:
     times_as_fast = fastest.rate / chosen.rate
-    sides = (
-        f"{counted(chosen.num_generators, 'actor')} can make {chosen.generation:,.0f} tokens/s, and "
-        f"{counted(chosen.num_trainers, 'trainer rank')} can train on {chosen.training:,.0f}"
-    )
+    sides = f"{counted(chosen.num_generators, 'actor')} can make {chosen.generation:,.0f} tokens/s, and "
+    sides += f"{counted(chosen.num_trainers, 'trainer rank')} can train on {chosen.training:,.0f}"
     if times_as_fast * AS_FAST <= 1:
         return f"{sides}: no other split is noticeably faster"
     if fastest.largest_lag > (math.inf if max_lag is None else max_lag):
@@ -274,11 +270,12 @@ def _why_this_split(chosen: Split, fastest: Split, max_lag: int | None) -> str:
     return f"{sides}; {faster} would be {times_as_fast:.2f} times as fast, but {why}"
 
 
-def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
+def _why_this_h(h: int, given: int | None, most: int) -> str:
+    """Return why the plan has H = `h`. `most`: number of sequences that an actor's KV cache holds."""
+    holds = f"the KV cache of an actor holds {counted(most, 'sequence')}"
     if given:
-        return f"H = {h} was given; the KV cache of an actor holds {counted(most_in_progress, 'sequence')}"
-    if h == max(one for one in IN_PROGRESS if one <= max(h, most_in_progress)):
-        holds = f"the KV cache of an actor holds {counted(most_in_progress, 'sequence')}"
+        return f"H = {h} was given; {holds}"
+    if h == max(one for one in IN_PROGRESS if one <= max(h, most)):
         return f"H = {h}: a larger H would decode faster, but {holds}, fewer than the next larger H that was tried"
     return f"H = {h}: a larger H would decode faster, but its sequences would be older when they are trained on"
 
@@ -287,10 +284,8 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
     """Yield the reasons why the plan leaves accelerators unused, and why its figures may be wrong."""
     batch_size, max_lag = recipe.trainer.batch_size, recipe.algorithm.max_lag
     if AS_FAST * chosen.updates < min(chosen.generation, chosen.training):
-        yield (
-            f"a step takes as long as a weight update, {update_s:.2g} s: the trainer waits until its versions are served; "
-            f"raise trainer.batch_size (now {batch_size})"
-        )
+        why = f"a step takes as long as a weight update, {update_s:.2g} s: the trainer waits until its versions are served"
+        yield f"{why}; raise trainer.batch_size (now {batch_size})"
     actors = math.ceil(chosen.num_generators * chosen.rate / chosen.generation)
     unit = rank_unit(recipe)
     ranks = math.ceil(max(fewest, chosen.num_trainers * chosen.rate / chosen.training) / unit) * unit
@@ -298,16 +293,12 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
     if enough < 0.8 * (chosen.num_generators * machine.per_actor + chosen.num_trainers):
         limits = f"trainer.batch_size (now {batch_size})"
         limits += "" if max_lag is None else f" or algorithm.max_lag (now {max_lag})"
-        yield (
-            f"{enough:,} accelerators would be as fast: {counted(actors, 'actor')} and {counted(ranks, 'trainer rank')}; "
-            f"to use all accelerators, raise {limits}"
-        )
+        fewer = f"{enough:,} accelerators would be as fast: {counted(actors, 'actor')} and {counted(ranks, 'trainer rank')}"
+        yield f"{fewer}; to use all accelerators, raise {limits}"
     step_s = float(machine.decode.step_time(chosen.sequences_in_progress))
     if machine.name in ACCELERATORS and step_s < FASTEST_STEP_S:
-        yield (
-            f"according to the data sheet, a decode step takes {1000 * step_s:.2g} ms, without an engine's overhead: "
-            "expect a lower rate, or give measured figures with --accelerator FILE"
-        )
+        sheet = f"according to the data sheet, a decode step takes {1000 * step_s:.2g} ms, without an engine's overhead"
+        yield f"{sheet}: expect a lower rate, or give measured figures with --accelerator FILE"
 
 
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:

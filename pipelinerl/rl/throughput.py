@@ -31,8 +31,8 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True)
 class DecodeCurve:
     """U(h) from measured `points` (h, tokens per unit of time). The time of a decode step is linear between two points and
-    constant below the first; above the last, the rate is constant. Raises `FieldError` unless points are positive and h
-    ascends."""
+    constant below the first. Above the last, the rate is constant. Raises `FieldError` unless h is above 0 and ascends, and
+    rates are above 0."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -107,18 +107,15 @@ def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: floa
 
 
 def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
-    """Return an error if the recipe's lag limit is below `lag`, the recipe's largest lag, and otherwise None. With a smaller
-    limit, the feeder issues too few groups to fill the actors, and sequences are too old when their group is complete. This
-    also holds for a limit of the mean lag, because short samples wait for the longest one of their group."""
+    """Return an error if the recipe's lag limit is below `lag`, its largest lag; otherwise None. With such a limit, the feeder
+    issues too few groups to fill the actors, and sequences are too old when their group is complete. A limit of the mean lag
+    has the same effects, because short samples wait for the longest one of their group."""
     max_lag = recipe.algorithm.max_lag
     if max_lag is None or lag <= max_lag:
         return None
     others = ", fewer actors, a smaller actor.sequences_in_progress, or a larger trainer.batch_size" if lag > 1 else ""
-    fix = (
-        f"is below the largest lag with full actors, ⌈H I L / (L̄ B)⌉ = {lag}: generation is throttled, and "
-        f"sequences are dropped as stale; use at least {lag}{others}"
-    )
-    return FieldError("algorithm.max_lag", max_lag, fix)
+    why = f"is below the largest lag with full actors, ⌈H I L / (L̄ B)⌉ = {lag}: generation is throttled, and sequences are"
+    return FieldError("algorithm.max_lag", max_lag, f"{why} dropped as stale; use at least {lag}{others}")
 
 
 def conventional_rate(
@@ -136,7 +133,7 @@ def conventional_rate(
 @dataclass(frozen=True)
 class Split:
     """Accelerators divided into generators, each with H sequences in progress, and trainers. `generation`, `training` and
-    `updates` are the highest rates, in tokens per unit of time, that these activities allow."""
+    `updates` are the highest rates, in tokens per unit of time, that generation, training and weight updates allow."""
 
     num_generators: int
     num_trainers: int

@@ -360,7 +360,7 @@ def test_one_sample_has_no_others_to_leave_in() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_rewards_must_be_finite(bad: float) -> None:
     with pytest.raises(FieldError, match="must be finite"):
-        group_advantages([0.0, bad])
+        group_advantages([0.0, bad], "leave_one_out")
 
 
 @pytest.mark.parametrize(
