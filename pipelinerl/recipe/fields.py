@@ -295,8 +295,7 @@ class TaskConfig(Section):
     subset: str = Field("", description="Configuration of a `hub` data set, such as main; `config: main` sets it, too.")
     split: str = Field("train", description="Split of a `hub` data set. An evaluation set can use another, such as test.")
     revision: str = Field("", description="Commit, tag or branch of a `hub` data set; empty = its default branch.")
-    max_rows: int = Field(0, ge=0)
-    """Number of rows to read, from the start; 0 = all. With a limit, a `hub` data set is streamed."""
+    max_rows: int = Field(0, ge=0, description="Read only this many first rows, and stream those of a `hub` data set; 0 = all.")
     tools: tuple[str, ...] = Field((), strict=False, description="Functions that the model may call: `pkg.module:function`.")
     command: str = Field("", description="Command line of the program for source `agent`.")
     max_turns: int = Field(16, ge=1, le=10_000, description="Maximum turns of an episode.")
@@ -398,8 +397,7 @@ class RewardConfig(Section):
     """Reward of a completion that was cut at its length limit. `score`: like any other. `zero`: 0, without calling the scorer.
     `mask`: like any other, but the policy loss leaves the completion out (overlong filtering of DAPO, arXiv 2503.14476)."""
     timeout_s: float = Field(5.0, gt=0, le=600, description="Wall-clock limit of one reward.")
-    memory_mib: int = Field(1024, ge=64, le=262_144)
-    """Address space, MiB, that a reward worker may use beyond that of its libraries."""
+    memory_mib: int = Field(1024, ge=64, le=262_144, description="Address space of a reward worker beyond its libraries, MiB.")
 
     @property
     def is_function(self) -> bool:
@@ -568,8 +566,7 @@ class LoraConfig(Section):
 class TrainerConfig(Section):
     steps: Changeable[int] = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
-    learning_rate: Changeable[float] = Field(1e-6, gt=0, le=1)
-    """Peak learning rate of AdamW, reached at the end of warm-up."""
+    learning_rate: Changeable[float] = Field(1e-6, gt=0, le=1, description="Peak learning rate, at the end of warm-up.")
     value_learning_rate: Changeable[float | None] = Field(None, gt=0, le=1)
     """Peak learning rate of the value head, on the same schedule; null = 10 × `learning_rate`."""
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "constant"

@@ -115,8 +115,8 @@ def environment_with(modules: Path | None) -> dict[str, str]:
 
 def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *, prompts: bool = False) -> Examination:
     """Check the recipe: make a held-out problem of each set, import the user's code, and call the rewards on `reward_rows`
-    problems of each set. `modules`: folder of the user's code. `prompts`: also render a prompt of each set. Otherwise, prompts
-    are rendered only if a template is used."""
+    problems of each set. `modules`: folder of the user's code. `prompts`: render a prompt of each set even if none uses a chat
+    template. Raises `FieldError` if `reward_rows` is negative."""
     if reward_rows < 0:
         raise FieldError("--reward-rows", reward_rows, "give 0 to try no reward, or a larger number")
     examined, environment = Examination(), environment_with(modules)

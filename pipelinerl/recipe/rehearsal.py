@@ -46,8 +46,9 @@ _OTHERS_TRIED = 6
 class Call:
     """One call of a reward on a problem of the set `place` (a key of `Recipe.sets_by_place`). `completion`: text with the
     reference answer or with a near miss, or an empty text. `near_miss`: the wrong answer in it, if any. `forms`: pairs
-    (possible completion, answer in it); the first in which the reward finds that answer gives `completion`. `answer`: what
-    `reward.answer_pattern` found, if anything. `status`: `ok`, or why the call gave no reward; empty before the call."""
+    (possible completion, answer in it or "" for any); the first in which the reward finds that answer gives `completion`.
+    `answer`: answer that `reward.answer_pattern` found, if any. `status`: `ok`, or why the call gave no reward; empty before
+    the call."""
 
     place: str
     problem: Problem
@@ -69,7 +70,8 @@ class Call:
 def rehearse(
     recipe: Recipe, sources: Mapping[str, Source], num_rows: int, environment: Mapping[str, str]
 ) -> tuple[list[Call], list[FieldError]]:
-    """Call the rewards on `num_rows` problems of each set in `sources`, on Linux only. Return the calls and the errors."""
+    """Call the rewards on `num_rows` problems of each set in `sources`, on Linux only. Return the calls and the errors. Raises
+    `ServiceError` if the process that calls them fails."""
     left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
     tried = {place: one for place, one in recipe.sets_by_place.items() if (one.reward.scorer, one.task.source) not in left_out}
     shares = {place: one for place, one in tried.items() if place in sources and not one.task.is_episodic}
@@ -81,13 +83,11 @@ def rehearse(
             if importlib.util.find_spec(package) is None:
                 fix = f"cannot be tried: {package} is not installed here; pip install 'pipelinerl[verifier]'"
                 return [], [Lacking(f"{place}reward.scorer", share.reward.scorer, fix)]
-    forms = [[*call.forms, *([] if call.near_miss else [(call.completion, "")])] for call in asked]
     items = [
         {
             "sequence_id": "rehearsal",
             "task": shares[call.place].name,
             "prompt_text": "\n".join(call.problem.texts),
-            "completion_text": call.completion,
             "reference_json": call.problem.reference_json,
             "completion_tokens": 1,
             "max_tokens": shares[call.place].max_tokens,
@@ -95,7 +95,7 @@ def rehearse(
         }
         for call in asked
     ]
-    request = {"recipe": recipe.model_dump(mode="json"), "items": items, "forms": forms}
+    request = {"recipe": recipe.model_dump(mode="json"), "items": items, "forms": [call.forms for call in asked]}
     command = [sys.executable, "-m", "services.verifier.rehearsal"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment)
     calls, calling = list[Call](), asked[0]
@@ -116,7 +116,8 @@ def rehearse(
 
 
 def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
-    """Yield the calls for a set. The first problem is also tried with an empty completion, which many rewards do not expect."""
+    """Yield the calls for a set. An empty completion, which many rewards do not expect, is tried on the first problem and on
+    problems without a reference answer."""
     split, there = (Split.TRAIN, num_rows) if share.name in recipe.mixture else (Split.HELDOUT, source.num_heldout)
     if split is Split.TRAIN and isinstance(source, FileSource):
         there = len(source.problems) - source.num_heldout
@@ -126,7 +127,7 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
         if answer:
             is_mathematics = share.reward.scorer in _MATHEMATICS
             final = final_answer(answer) if is_mathematics else answer.strip()
-            yield Call(place, problem, answer, answer_forms(share, final) if final else ())
+            yield Call(place, problem, answer, (*(answer_forms(share, final) if final else ()), (answer, "")))
             misses = near_misses(final) if is_mathematics else []
             if share.reward.is_function and index < _OTHERS_TRIED:  # Answers to other problems are wrong.
                 others = (source.problem(split, other % there) for other in range(index + 1, index + 1 + _OTHERS_TRIED))
@@ -135,7 +136,7 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
             for miss in misses:
                 yield Call(place, problem, forms=answer_forms(share, miss), near_miss=miss)
         if index == 0 or not answer:
-            yield Call(place, problem)
+            yield Call(place, problem, forms=(("", ""),))
 
 
 def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
@@ -154,8 +155,8 @@ def reads(share: ProblemSet, *answers: str) -> bool:
 
 
 def written(pattern: str, answer: str) -> str:
-    """Return a text that `pattern` matches in most cases, with `answer` (not empty) as group 1. It has the first of several
-    alternatives, the fewest repetitions, and one space in place of blanks or arbitrary text."""
+    """Return a text that `pattern` matches in most cases, with `answer` (not empty) as group 1. Of several alternatives, it has
+    the one with the answer or else the first. It has the fewest repetitions, and one space for blanks or arbitrary text."""
     frames, is_found, atom = [("", [""])], False, ""  # frames: (opening, each alternative's text); atom: what `times` repeats
     for token, times in _TOKEN.findall(pattern):
         if token[0] == "(":
@@ -252,7 +253,8 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield warnings about mathematics references that are prose, fail or earn too little, and near misses earning as much."""
+    """Yield warnings if the scorer is for mathematics: about references that are prose, cannot be scored or earn too little,
+    and about near misses that earn as much as the reference."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):
@@ -339,7 +341,7 @@ def _tokenizer(recipe: Recipe) -> Path | None:
 
 
 def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Preview) -> Iterator[FieldError]:
-    """Yield warnings about the chat template, patterns with special tokens, and prompts that spell out a control token."""
+    """Yield warnings about the chat template, ignored texts, patterns with special tokens, and spelled-out control tokens."""
     model, spellings, special = recipe.model, Spellings(set(found.control)), Spellings(set(found.special))
     yield from (FieldError(*doubt) for doubt in found.doubts)
     if model.chat_template and not any(_uses_template(one) or one.task.is_episodic for one in recipe.sets_by_place.values()):

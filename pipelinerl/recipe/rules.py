@@ -47,12 +47,8 @@ def value_at(recipe: Recipe, field: str) -> Any:
     return value
 
 
-STORES = ("s3", "gs", "hf", "file")
-STORES_OF_LOG = ("s3", "gs", "file")
-
-
-def wrong_url(url: str, stores: Sequence[str] = STORES) -> str:
-    """Return what is wrong with a URL that should name a folder in one of `stores`; empty if nothing is."""
+def wrong_url(url: str, stores: Sequence[str] = ("s3", "gs", "hf", "file")) -> str:
+    """Return the fault of a URL that should name a folder in one of `stores`; empty if it has none."""
     parts = urlsplit(url)
     if parts.scheme not in stores or not url.startswith(f"{parts.scheme}://"):
         return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in stores)}..."
@@ -256,7 +252,7 @@ def _others(recipe: Recipe) -> Broken:
         yield "evaluation.samples", "greedy answers to a problem are all the same; use 1, or evaluation.temperature above 0"
     if recipe.checkpoint.upload and (problem := wrong_url(recipe.checkpoint.upload)):
         yield "checkpoint.upload", problem
-    if recipe.weights.log not in ("", NATS) and (problem := wrong_url(recipe.weights.log, STORES_OF_LOG)):
+    if recipe.weights.log not in ("", NATS) and (problem := wrong_url(recipe.weights.log, ("s3", "gs", "file"))):
         yield "weights.log", f"{problem}; or use {NATS!r}"
     if recipe.weights.backend == "log" and recipe.mode == "conventional":
         yield "weights.backend", "lets each actor follow at its own speed, but mode = 'conventional' waits for all; use auto"

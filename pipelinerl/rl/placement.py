@@ -1,7 +1,7 @@
 """Placement of a local run: which GPU each trainer rank and each actor gets, and what `auto` means on this machine.
 
-A GPU belongs to one process, with one exception: on a single GPU, or with `actor.colocate`, the trainer's only rank and the
-only actor share it. vLLM then gets the memory that the trainer and weight updates leave.
+A GPU belongs to one process, unless a trainer rank and an actor share it. They do so on a single GPU, with `actor.colocate`,
+or if `--placement` says so. vLLM then gets the memory that the trainer and weight updates leave.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Placement(BaseModel):
 
 
 def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None) -> Recipe:
-    """Return the recipe with `count` actors and `ranks` trainer ranks; None keeps the recipe's number, and `auto` becomes 1."""
+    """Return the recipe with `count` actors and `ranks` trainer ranks. None keeps the recipe's number; if that is `auto`, it
+    becomes 1. If vLLM's share of memory is `auto`, it becomes vLLM's default."""
     engine = recipe.actor.engine.model_copy(update={"gpu_memory_utilization": recipe.actor.engine.memory_share})
     actor = recipe.actor.model_copy(update={"count": recipe.actor.number if count is None else count, "engine": engine})
     trainer = recipe.trainer.model_copy(update={"nproc": ranks or recipe.trainer.ranks})
@@ -161,9 +162,6 @@ def table(placement: Placement, devices: Sequence[Device]) -> Iterator[str]:
         users += [f"actor-{index}" for index, group in enumerate(placement.actors) if device.uuid in group]
         memory = f"{device.free_bytes / GIB:.1f} of {device.total_bytes / GIB:.1f} GiB free"
         yield f"GPU {number}  {device.name}, {memory}  {' and '.join(users) or 'not used'}"
-
-
-# --- numbers ------------------------------------------------------------------------------------------------------------
 
 
 def _check_alone(recipe: Recipe, num_devices: int) -> None:
@@ -249,9 +247,6 @@ def _take(left: list[Device], number: int) -> tuple[str, ...]:
     for device in chosen:
         left.remove(device)
     return tuple(device.uuid for device in chosen)
-
-
-# --- checks and memory --------------------------------------------------------------------------------------------------
 
 
 def _with_numbers(

@@ -208,15 +208,12 @@ class _Run:
             self.waiting.remove(ready)
             self._resume(ready[1])
 
-    def _at(self, when: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self.events, (when, next(self.numbers), happen))
-
     def _resume(self, process: _Process) -> None:
         wait = next(process, None)
         if callable(wait):
             self.waiting.append((wait, process))
         elif wait is not None:
-            self._at(wait, partial(self._resume, process))
+            heapq.heappush(self.events, (wait, next(self.numbers), partial(self._resume, process)))
 
     def _next_boundary(self, actor: _Actor) -> float:
         if not actor.batch:
@@ -232,7 +229,7 @@ class _Run:
             when = actor.since + (actor.batch[0][0] - actor.count) * actor.step
         else:
             return
-        self._at(when, partial(self._decode, actor, actor.wake))
+        heapq.heappush(self.events, (when, next(self.numbers), partial(self._decode, actor, actor.wake)))
 
     def _decode(self, actor: _Actor, wake: int) -> None:
         """Advance to the decode step that ends now: remove finished sequences, swap the version and admit new sequences."""

@@ -261,7 +261,7 @@ MULTILINE = [{"prompt": f"q{number},\nnext line", "answer": number} for number i
         ("p.json", json.dumps(MULTILINE).encode()),
         ("lines.json", as_jsonl(MULTILINE)),
         ("p.ndjson", as_jsonl(MULTILINE)),
-        ("p.csv.gz", gzip.compress(as_csv(MULTILINE), mtime=0)),
+        ("p.CSV.GZ", gzip.compress(as_csv(MULTILINE), mtime=0)),
         ("p.jsonl.zst", as_zstd(as_jsonl(MULTILINE))),
     ],
 )
