@@ -238,8 +238,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with a hub model.")
     chat_template: str = Field("", description="Jinja chat template, or its path; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}
-    """Values for variables of the chat template, such as `enable_thinking: false`. The template in checkpoints has them as
-    defaults."""
+    """Values of the chat template's variables, such as `enable_thinking: false`; in checkpoints, they are its defaults."""
 
     @model_validator(mode="before")
     @classmethod
@@ -289,9 +288,8 @@ class TaskConfig(Section):
     config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = {}
     """Arguments of the reasoning-gym family or the environment. For `hub`, a string here sets `subset`."""
     path: str = ""
-    """File of problems (JSONL, a JSON array, CSV, TSV or Parquet; also compressed, .gz or .zst), folder of such files, or
-    pattern such as data/*.jsonl. For `hub`, the id of the data set, or a local folder laid out like one. Optional for
-    `environment`."""
+    """File of problems (JSONL, JSON, CSV, TSV or Parquet, also in .gz or .zst), folder of such files, or pattern such as
+    data/*.jsonl. For `hub`, the id of the data set, or a local folder laid out like one. Optional for `environment`."""
     subset: str = Field("", description="Configuration of a `hub` data set, such as main; `config: main` sets it, too.")
     split: str = Field("train", description="Split of a `hub` data set. An evaluation set can use another, such as test.")
     revision: str = Field("", description="Commit, tag or branch of a `hub` data set; empty = its default branch.")
@@ -450,8 +448,7 @@ class EngineConfig(Section):
 
     kv_cache_gib: Changeable[float] = Field(1.0, gt=0, description="Size of the KV cache on CPU, GiB.")
     gpu_memory_utilization: OrAuto[float] = Field(None, gt=0, le=1)
-    """Share of the GPU's memory that vLLM may take. `auto`: 0.9, or less if weight updates or a trainer on the same GPU need
-    more than the remaining 0.1."""
+    """Share of the GPU's memory for vLLM. `auto`: 0.9, or less if weight updates or a trainer on it need more than 0.1."""
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
     max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Maximum tokens of an engine step; 0 = vLLM's default.")
@@ -496,8 +493,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
 }
 """Published values of `AlgorithmConfig` by loss: GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071, section 5.1; CISPO, arXiv
-2506.13585, section 3.1. CISPO's paper does not give its upper bound of weights. With 4 here it is 1 + 4 = 5, like c in the
-PipelineRL paper."""
+2506.13585, section 3.1. CISPO's paper gives no upper bound of weights; 1 + 4 = 5 is c in the PipelineRL paper."""
 
 
 class AlgorithmConfig(Section):
@@ -552,8 +548,7 @@ class LoraConfig(Section):
         list[str] | Literal["all-linear"],
         must(lambda names: names and all(names), "name at least one layer, such as q_proj, or use all-linear"),
     ] = "all-linear"
-    """Linear layers that get adapters, given by the ends of their names, such as q_proj; `all-linear`: all but the output
-    head."""
+    """Linear layers with adapters, by the ends of their names, such as q_proj; `all-linear`: all but the output head."""
     send: Literal["adapter", "merged"] = "adapter"
     """Content of weight updates. `adapter`: A and B, which actors apply on top of the initial weights. `merged`: whole weights
     with A and B merged in, for float32 only, because 16 bits would lose small updates."""
@@ -634,9 +629,8 @@ class WeightUpdateConfig(Section):
     probe_every: Changeable[int] = Field(10, ge=0, description="Optimizer steps between parity probes of actors; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Number of tokens in the sequence of a parity probe.")
     probe_tolerance: Changeable[float | None] = Field(None, gt=0)
-    """Largest difference of log-probabilities between actors and trainer that a probe accepts, nats. In float32, it
-    applies to every token (null = 0.001); in 16 bits, to the median token (null = 0.25). The run ends if its first probe
-    exceeds this limit."""
+    """Largest difference of log-probabilities between actors and trainer that a probe accepts, nats: of each token in float32
+    (null = 0.001), of the median token in 16 bits (null = 0.25). The run ends if its first probe exceeds this limit."""
     verify_logprobs: Changeable[float] = Field(0.0, ge=0, lt=1)
     """Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than 0.01 nats
     (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, the trainer ignores that

@@ -137,8 +137,7 @@ def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *
 
 
 def doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldError]]:
-    """Yield warnings about settings that are probably wrong but may be intended. Each comes with the name of its kind, which
-    `pipelinerl doctor` explains."""
+    """Yield warnings about values that are valid but may be mistakes, with their kinds, which `pipelinerl doctor` explains."""
     trainer = recipe.trainer
     if trainer.warmup_steps > trainer.steps:  # A short trial of a recipe may intend this.
         fix = f"is above trainer.steps ({trainer.steps}), so the rate never reaches {trainer.learning_rate:g}; lower it"

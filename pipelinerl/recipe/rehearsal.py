@@ -47,8 +47,7 @@ class Call:
     """One call of a reward on a problem of the set `place` (a key of `Recipe.sets_by_place`). `completion`: text with the
     reference answer or with a near miss, or an empty text. `near_miss`: the wrong answer in it, if any. `forms`: pairs
     (possible completion, answer in it or "" for any); the first in which the reward finds that answer gives `completion`.
-    `answer`: answer that `reward.answer_pattern` found, if any. `status`: `ok`, or why the call gave no reward; empty before
-    the call."""
+    `answer`: the answer that the reward found, if any. `status`: `ok`, or why there is no reward; empty before the call."""
 
     place: str
     problem: Problem
@@ -116,8 +115,7 @@ def rehearse(
 
 
 def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
-    """Yield the calls for a set. An empty completion, which many rewards do not expect, is tried on the first problem and on
-    problems without a reference answer."""
+    """Yield a set's calls. The first problem, and problems without a reference answer, are tried with an empty completion."""
     split, there = (Split.TRAIN, num_rows) if share.name in recipe.mixture else (Split.HELDOUT, source.num_heldout)
     if split is Split.TRAIN and isinstance(source, FileSource):
         there = len(source.problems) - source.num_heldout

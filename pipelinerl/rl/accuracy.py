@@ -7,7 +7,7 @@ not independent. With several answers per problem, intervals are conservative, b
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -25,12 +25,10 @@ def pass_at(k: int, answers: int, right: int) -> float:
 
 def means_of(reported: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return each number's mean over the answers that report it, by name, for the `MOST_REPORTED` most frequent names."""
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for numbers in reported:
-        for name, value in numbers.items():
-            values[name].append(value)
-    known = sorted(values, key=lambda name: (-len(values[name]), name))[:MOST_REPORTED]
-    return {name: fmean(values[name]) for name in sorted(known)}
+    answers = list(reported)
+    counts = Counter(name for numbers in answers for name in numbers)
+    known = sorted(counts, key=lambda name: (-counts[name], name))[:MOST_REPORTED]
+    return {name: fmean(numbers[name] for numbers in answers if name in numbers) for name in sorted(known)}
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,7 @@ class Accuracy:
 
 
 def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
-    """Return the accuracy, or None if there is no verdict. `verdicts` has one list per problem, all of the same length: True =
-    right, False = wrong, None = no verdict."""
+    """Return the accuracy; None without a verdict. `verdicts`: lists of equal length, one per problem (None = no verdict)."""
     problems = list(verdicts)
     asked = max(map(len, problems), default=0)
     known = [[one for one in answers if one is not None] for answers in problems]

@@ -127,9 +127,8 @@ class IssueBounds:
         return self._held_back > 0 and not self._waited
 
     def begin_step(self, num_actors: int, groups: IssuedGroups, wait_share: float, *, for_max_lag: bool) -> None:
-        """Adapt the freshness limit when a step has received its batch. `wait_share`: share of the time since the previous step
-        in which the trainer waited for sequences. `for_max_lag`: True if the staleness bound caused this wait, which a higher
-        freshness limit would not shorten."""
+        """Adapt the freshness limit when a step has its batch. `wait_share`: share of the time since the previous step that was
+        spent waiting for sequences. `for_max_lag`: the staleness bound caused the wait, so a higher limit would not help."""
         self.steps_begun += 1
         limit = self.limit(num_actors)
         if limit is None:

@@ -171,9 +171,8 @@ class SequenceTracker:
         self.lost_groups += 1
 
     def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """Return all samples of the group that this sequence completes, by index; empty while samples are missing. Failed
-        samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence states a
-        different group size."""
+        """Return the samples of the group that this sequence completes, by index, and close the failed ones; () if it completes
+        none. Raises `MessageError`, and changes nothing, if the sequence states another group size."""
         group = self.open_groups.get(sequence.group_id)
         if group is None:
             return ()

@@ -97,8 +97,8 @@ def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
 
 
 def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
-    """Return the GiB that a weight update needs on each accelerator outside vLLM's share. `ranks`: accelerators of an actor;
-    None = as in the recipe."""
+    """Return the GiB per accelerator that a weight update needs outside vLLM's share. `ranks` of an actor: by default, its
+    tensor-parallel size."""
     if loads_paused(recipe):
         return update_bytes(layer=model.layer_bytes * wire_bytes(recipe, model) / model.dtype_bytes) / GIB
     return update_bytes(sent_bytes(recipe, model) / (ranks or recipe.actor.engine.tensor_parallel_size)) / GIB
@@ -203,9 +203,8 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
 
 
 def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
-    """Return the GiB that a rank on an actor's GPU needs while it computes, and that it keeps while the actor generates. The
-    two are equal without `actor.colocate`. Snapshots are in host memory. The trainer must recompute activations
-    (`trainer.gradient_checkpointing`)."""
+    """Return the GiB that a rank on an actor's GPU needs while it computes, and that it keeps while the actor generates; equal
+    without `actor.colocate`. This assumes snapshots in host memory, and `trainer.gradient_checkpointing`."""
     held = state_bytes(recipe, model) / GIB / (recipe.trainer.shard_ranks or recipe.trainer.ranks)
     computing = max(held / MODEL_STATE_SHARE, held + LEAST_ACTIVATIONS_GIB) + CONTEXTS_GIB
     return computing, held + CACHED_GIB + CONTEXTS_GIB if recipe.actor.colocate else computing
@@ -345,7 +344,6 @@ def accelerator_named(device_name: str) -> Accelerator | None:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of matrix products in bfloat16 on torch's device `device_name`; None if unknown, and for any other
-    `dtype`."""
+    """Return the peak FLOP/s of the device with torch's `device_name`; None if unknown or if `dtype` is not bfloat16."""
     sheet = accelerator_named(device_name)
     return sheet.flops if sheet and dtype == "bfloat16" else None

@@ -86,10 +86,10 @@ class Placement(BaseModel):
         return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(group)}
 
 
-def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None) -> Recipe:
-    """Return the recipe with `count` actors and `ranks` trainer ranks. None keeps the recipe's number; if that is `auto`, it
-    becomes 1. If vLLM's share of memory is `auto`, it becomes vLLM's default."""
-    engine = recipe.actor.engine.model_copy(update={"gpu_memory_utilization": recipe.actor.engine.memory_share})
+def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None, share: float | None = None) -> Recipe:
+    """Return the recipe with `count` actors, `ranks` trainer ranks and vLLM's `share` of memory. None keeps the recipe's value;
+    if that is `auto`, a number becomes 1, and the share becomes vLLM's default."""
+    engine = recipe.actor.engine.model_copy(update={"gpu_memory_utilization": share or recipe.actor.engine.memory_share})
     actor = recipe.actor.model_copy(update={"count": recipe.actor.number if count is None else count, "engine": engine})
     trainer = recipe.trainer.model_copy(update={"nproc": ranks or recipe.trainer.ranks})
     return recipe.model_copy(update={"actor": actor, "trainer": trainer})
@@ -121,9 +121,8 @@ def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tup
 
 
 def pinned(recipe: Recipe, devices: Sequence[Device], text: str, model: Model | None) -> tuple[Recipe, Placement]:
-    """Return the recipe and the placement in `text`, which is a `Placement` in JSON. It may also name a GPU by its position in
-    `devices`. Its numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, unknown GPUs or wrong
-    sizes."""
+    """Return the placement in `text`, and the recipe with its numbers of ranks and actors. `text`: a `Placement` as JSON, which
+    may name a GPU by its position in `devices`. Raises `FieldError` for invalid JSON, unknown GPUs or wrong sizes."""
     try:
         given = Placement.model_validate_json(text)
     except ValidationError as error:
@@ -255,7 +254,7 @@ def _with_numbers(
     """Replace `auto` by numbers. Raises `FieldError` if the numbers, a related field or the model do not fit the GPUs."""
     known = {device.uuid: device for device in devices}
     changed = numbered(recipe, len(placement.actors), len(placement.trainer))
-    trainer, engine = changed.trainer, changed.actor.engine
+    trainer = changed.trainer
     for uneven in undivided(trainer, trainer.ranks):
         raise uneven
     for uuid in (*placement.trainer, *(uuid for group in placement.groups for uuid in group)):
@@ -280,10 +279,8 @@ def _with_numbers(
     if (problem := share_problem(recipe, least, most)) is not None:
         raise problem
     share = recipe.actor.engine.gpu_memory_utilization or min(VLLM_SHARE, most)
-    engine = engine.model_copy(update={"gpu_memory_utilization": share})
-    changed = changed.model_copy(update={"actor": changed.actor.model_copy(update={"engine": engine})})
     of_trainer = max((room.trainer_share for room in rooms), default=0) or 1.0
-    return changed, placement.model_copy(update={"trainer_share": of_trainer})
+    return numbered(changed, share=share), placement.model_copy(update={"trainer_share": of_trainer})
 
 
 class _Room(NamedTuple):

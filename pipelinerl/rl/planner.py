@@ -31,8 +31,7 @@ from pipelinerl.rl.simulator import Simulation, Timing, simulate
 from pipelinerl.rl.throughput import MOST_STALE, DecodeCurve, Lengths, Split, conventional_rate, split
 
 BANDWIDTH_EFFICIENCY = DECODE_EFFICIENCY = 0.6
-"""Share of the data sheet's memory bandwidth and FLOP/s that decoding reaches. It fits the PipelineRL paper's curve for a 7B
-model on H100."""
+"""Share of the data sheet's bandwidth and FLOP/s that decoding reaches, fitted to the PipelineRL paper's 7B model on H100."""
 TRAINING_EFFICIENCY = 0.4
 NETWORK = 12.5e9
 """Bytes per second of a weight update: 100 Gbit/s."""
@@ -70,8 +69,7 @@ def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
 def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
     """Estimate speeds from the data sheet. A decode step reads weights and KV cache once and computes 2 FLOPs per active weight
     and sequence. If each token uses a share s of the weights (s < 1 in a mixture of experts), a step of H sequences reads the
-    share 1 - (1 - s)^H. Training computes 6 FLOPs per active weight and token, or 4 for a frozen weight. Samples of a group in
-    the same micro-batch share one prompt."""
+    share 1 - (1 - s)^H. Training computes 6 FLOPs per active weight and token, or 4 for a frozen weight."""
     per_actor = recipe.actor.engine.tensor_parallel_size
     prompt_tokens = longest_prompt(recipe)
     held_bytes = tokens_held(lengths, prompt_tokens) * model.kv_bytes
@@ -172,9 +170,8 @@ def make_plan(
     sequences_in_progress: int | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Plan the fastest split of the accelerators within the recipe's lag limit. The recipe must have no `misfits`.
-    `sequences_in_progress`: H, None = the best. `tell` is called before each simulation. Raises `FieldError` if the lag limit
-    allows no split."""
+    """Plan the fastest split within the recipe's lag limit. The recipe must have no `misfits`. `sequences_in_progress`: H; None
+    = the best. `tell` is called before each simulation. Raises `FieldError` if the limit allows no split."""
     held, most = tokens_held(lengths, longest_prompt(recipe)), most_in_progress(recipe, model, machine, lengths)
     fewest, max_lag = fewest_ranks(recipe, model, machine.memory_gib), recipe.algorithm.max_lag
     splits = possible_splits(recipe, model, machine, lengths, num_accelerators, sequences_in_progress)

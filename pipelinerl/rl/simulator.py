@@ -129,19 +129,10 @@ class _Actor:
     to_swap: int | None = None
     wake: int = 0
     """Number of the newest scheduled event; earlier ones are ignored."""
-    until: float = 0.0
-    busy: float = 0.0
-    slot_time: float = 0.0
-    """`busy` (time with anything in progress) and `slot_time` (summed over used slots) are counted up to `until`."""
 
     @property
     def slots_in_use(self) -> int:
         return len(self.batch) + len(self.joining)
-
-    def add_up(self, now: float) -> None:
-        passed, self.until = now - self.until, now
-        self.busy += passed if self.batch else 0.0
-        self.slot_time += passed * len(self.batch)
 
 
 class _Run:
@@ -179,27 +170,31 @@ class _Run:
         """Fresh samples of each group of the next step or phase."""
         self.offered = self.served = -1
         self.counted = Simulation()
-        self.computing = 0.0
+        self.counted_from = self.computing = self.busy = self.slot_time = 0.0
+        """Start of the counted time. Times in it: of optimizer steps; of actors with anything in progress; of used slots."""
 
     def result(self, first: int, last: int) -> Simulation:
         """Run until version `last` and return the totals since version `first`."""
         self._resume(self._optimizer_loop())
         while self.version < first:
             self._next_event()
-        began_at, self.counted, self.computing = self.now, Simulation(), 0.0
-        for actor in self.actors:
-            actor.until, actor.busy, actor.slot_time = self.now, 0.0, 0.0
+        self.counted, self.counted_from, self.computing, self.busy, self.slot_time = Simulation(), self.now, 0.0, 0.0, 0.0
         while self.version < last:
             self._next_event()
         for actor in self.actors:
-            actor.add_up(self.now)
-        counted, duration = self.counted, self.now - began_at
+            self._add_up(actor)
+        counted, duration = self.counted, self.now - self.counted_from
         everybody = duration * len(self.actors)
         counted.duration = duration
-        counted.actor_idle = max(0.0, 1 - sum(actor.busy for actor in self.actors) / everybody)
-        counted.empty_slots = max(0.0, 1 - sum(actor.slot_time for actor in self.actors) / (everybody * self.slots))
+        counted.actor_idle = max(0.0, 1 - self.busy / everybody)
+        counted.empty_slots = max(0.0, 1 - self.slot_time / (everybody * self.slots))
         counted.trainer_idle = max(0.0, 1 - self.computing / duration)
         return counted
+
+    def _add_up(self, actor: _Actor) -> None:
+        passed = self.now - max(actor.since, self.counted_from)
+        self.busy += passed if actor.batch else 0.0
+        self.slot_time += passed * len(actor.batch)
 
     def _next_event(self) -> None:
         self.now, _, happen = heapq.heappop(self.events)
@@ -237,7 +232,7 @@ class _Run:
             return
         if actor.batch:
             actor.count += round((self.now - actor.since) / actor.step)
-        actor.add_up(self.now)
+        self._add_up(actor)
         actor.since = self.now
         batch, finished = actor.batch, []
         while batch and batch[0][0] <= actor.count:

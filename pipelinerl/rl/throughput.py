@@ -30,9 +30,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DecodeCurve:
-    """U(h) from measured `points` (h, tokens per unit of time). The time of a decode step is linear between two points and
-    constant below the first. Above the last, the rate is constant. Raises `FieldError` unless h is above 0 and ascends, and
-    rates are above 0."""
+    """U(h) from measured `points` (h, tokens per unit of time). A decode step's time is linear between points and constant
+    below the first; above the last, the rate is constant. Raises `FieldError` unless all are above 0 and h ascends."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -121,8 +120,7 @@ def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
 def conventional_rate(
     curve: DecodeCurve, training_time: float, lengths: Lengths, num_sequences: int, num_accelerators: int
 ) -> float:
-    """Return r_conv. All accelerators generate `num_sequences` (K), spread evenly, and take no further ones. Then all train,
-    each token in `training_time` (τ)."""
+    """Return r_conv. All accelerators generate `num_sequences` (K), spread evenly; then all train, with τ = `training_time`."""
     # Between two lengths that occur, the number of unfinished sequences does not change.
     unfinished = np.cumsum(lengths.shares[::-1])[::-1] * (num_sequences / num_accelerators)
     decode_steps = np.diff(lengths.tokens, prepend=0)

@@ -107,8 +107,7 @@ def episode_seed(run_seed: int, split: Split, index: int) -> int:
 
 
 class SeededSource:
-    """Problems of an environment, which draws them from the episode's seed or, for the source `verifiers`, selects them by
-    split and number."""
+    """Problems of an environment, which draws them from the episode's seed. For `verifiers`, split and number select them."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems
