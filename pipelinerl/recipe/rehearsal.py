@@ -251,8 +251,8 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield warnings if the scorer is for mathematics: about references that are prose, cannot be scored or earn too little,
-    and about near misses that earn as much as the reference."""
+    """Yield warnings about references for a scorer of mathematics that are prose, cannot be scored or earn too little. Also
+    yield warnings about near misses that earn as much as the reference."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):

@@ -17,7 +17,7 @@ step that uses its group begins, or the group is lost. While a sample waits for 
 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: A * H for full slots, a next group of n for each actor,
 and B for a waiting batch. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait, unless max_lag
-caused the wait. It falls if `limit / B + 1` successive steps each leave two or more complete groups over, by a quarter of the
+caused the wait. If `limit / B + 1` successive steps each leave two or more complete groups over, it falls by a quarter of the
 smallest number left over, rounded up. Steps count only after all groups issued before the last change are complete. When an
 actor leaves, the limit returns to its ceiling, because the actor's samples stay in flight for up to half a minute.
 

@@ -146,8 +146,8 @@ def engine_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
 
 
 def engine_shares(recipe: Recipe, model: Model, total_gib: float, left_gib: float) -> tuple[float, float]:
-    """Return the smallest share of an accelerator of `total_gib` that vLLM needs, and the largest that it may take if it shares
-    `left_gib` with a weight update."""
+    """Return the share of an accelerator of `total_gib` that vLLM needs, and the share that it may take. `left_gib` is the
+    memory for vLLM and a weight update together."""
     least, most = engine_gib(recipe, model) / total_gib, (left_gib - update_gib(recipe, model)) / total_gib
     return math.ceil(100 * least) / 100, math.floor(100 * most) / 100
 

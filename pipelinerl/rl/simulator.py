@@ -1,6 +1,6 @@
 """Simulate a run, to find how groups, queues, waiting, weight updates and chance change the rates of `throughput.py`.
 
-Actors, feeder, intake and trainer behave as the services do, and ask `groups.py` how much may be issued, which sequences are
+Actors, feeder, intake and trainer behave as the services do. They ask `groups.py` how much may be issued, which sequences are
 stale and when a phase begins. Between two changes of an actor's batch all its decode steps take the same time, so only steps at
 which something changes are events.
 
@@ -203,12 +203,15 @@ class _Run:
             self.waiting.remove(ready)
             self._resume(ready[1])
 
+    def _at(self, when: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (when, next(self.numbers), happen))
+
     def _resume(self, process: _Process) -> None:
         wait = next(process, None)
         if callable(wait):
             self.waiting.append((wait, process))
         elif wait is not None:
-            heapq.heappush(self.events, (wait, next(self.numbers), partial(self._resume, process)))
+            self._at(wait, partial(self._resume, process))
 
     def _next_boundary(self, actor: _Actor) -> float:
         if not actor.batch:
@@ -224,7 +227,7 @@ class _Run:
             when = actor.since + (actor.batch[0][0] - actor.count) * actor.step
         else:
             return
-        heapq.heappush(self.events, (when, next(self.numbers), partial(self._decode, actor, actor.wake)))
+        self._at(when, partial(self._decode, actor, actor.wake))
 
     def _decode(self, actor: _Actor, wake: int) -> None:
         """Advance to the decode step that ends now: remove finished sequences, swap the version and admit new sequences."""

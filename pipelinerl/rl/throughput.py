@@ -1,9 +1,9 @@
 """Compute in closed form the highest throughput and the largest lag of conventional RL and of the pipeline (PipelineRL paper,
 appendix A).
 
-A generator with h sequences in progress makes U(h) tokens per unit of time, a decode step takes h / U(h), and one rank trains
-on a token in τ. In the paper the unit is a *flash*, the time that a token takes at full utilisation, so U is a utilisation;
-with measured rates the unit is the second. All rates are completion tokens per unit of time, over all accelerators.
+A generator with h sequences in progress makes U(h) tokens per unit of time. A decode step takes h / U(h), and one rank trains
+on a token in τ. In the paper the unit is a *flash*, the time that a token takes at full utilisation, and U is a utilisation.
+With measured rates the unit is the second. All rates are completion tokens per unit of time, over all accelerators.
 
     r_gen  = K L̄ / Σ_l (h_l / U(h_l)),  h_l = K / N · share of the sequences with l tokens or more      conventional, generating
     r_conv = 1 / (1 / r_gen + τ / N)                                                                    conventional
