@@ -125,7 +125,7 @@ def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
 
 def allowed(field: FieldInfo) -> str:
     """Return the text of `takes` and the field's meaning, such as `an integer, at least 1 (n: samples per prompt)`."""
-    meaning = (field.description or "").rstrip(". ")
+    meaning = " ".join((field.description or "").split()).rstrip(".")
     return f"{takes(field)} ({meaning})" if meaning else takes(field)
 
 
@@ -198,11 +198,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
     )
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        for field in cls.model_fields.values():
-            field.description = field.description and " ".join(field.description.split())
 
     @field_validator("dtype", "wire_dtype", mode="before", check_fields=False)
     @classmethod

@@ -52,11 +52,6 @@ def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float
     return None
 
 
-def full_rate(rate: float, occupancy: float, known: float | None) -> float:
-    """Estimate P from an actor's `rate` at `occupancy` (0, 1]; `known` is the rate measured when it was full."""
-    return max(rate, known) if known is not None else rate / math.sqrt(min(1.0, occupancy))
-
-
 def replicas_wanted(needed: float, most: int, current: int | None = None) -> int:
     """Return the number of actors for `needed` = C / P, at most `most`. The previous number `current` is kept while it is at
     most 0.1 below `needed` and at most 1 + `current` / 10 above it."""
@@ -112,5 +107,7 @@ class ReplicasWanted:
         known = full[0] if full else None
         if lately is None:
             return known
-        occupancy = max(lately[1], 1.0) / self._slots
-        return known if known is not None and occupancy >= FULL else full_rate(lately[0], occupancy, known)
+        rate, occupancy = lately[0], min(1.0, max(lately[1], 1.0) / self._slots)
+        if known is None:
+            return rate / math.sqrt(occupancy)
+        return known if occupancy >= FULL else max(rate, known)

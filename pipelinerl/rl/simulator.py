@@ -61,7 +61,6 @@ class Simulation:
     steps: int = 0
     duration: float = 0.0
     sequences: int = 0
-    tokens: int = 0
     lag_histogram: Counter[int] = field(default_factory=Counter)
     actor_idle: float = 0.0
     empty_slots: float = 0.0
@@ -72,7 +71,7 @@ class Simulation:
     @property
     def rate(self) -> float:
         """Completion tokens trained on, per unit of time."""
-        return self.tokens / self.duration
+        return self.lag_histogram.total() / self.duration
 
     @property
     def stale_share(self) -> float:
@@ -363,11 +362,9 @@ class _Run:
 
     def _count(self, batch: list[list[_Sample]], version: int) -> None:
         self.counted.steps += 1
-        for group in batch:
-            self.counted.sequences += len(group)
-            for span in chain.from_iterable(group):
-                self.counted.tokens += span.end - span.start
-                self.counted.lag_histogram[version - span.version] += span.end - span.start
+        self.counted.sequences += sum(map(len, batch))
+        for span in chain.from_iterable(chain.from_iterable(batch)):
+            self.counted.lag_histogram[version - span.version] += span.end - span.start
 
     def _offer(self) -> _Process:
         """Send the new version once the previous one is served. In conventional mode, then wait until the new one is served."""
