@@ -116,7 +116,7 @@ class _Actor:
     count: int = 0
     since: float = 0.0
     step: float = 0.0
-    """`since` and `step` are the start and the duration of the current decode step."""
+    """`count`: decode steps that were complete at time `since`. `step`: duration of each decode step since then."""
     batch: list[tuple[int, int, int, _Group]] = field(default_factory=list)
     """Heap of sequences in progress: (last step, tie-breaker, first step, group)."""
     joining: list[tuple[int, _Group]] = field(default_factory=list)
