@@ -119,8 +119,7 @@ class StepPlan:
         """Share of the ranks' time in which they wait for the costliest micro-batch of their slot, in [0, 1)."""
         if not self.cost:
             return 0.0
-        num_ranks = len(self.slots[0])
-        return max(0.0, 1 - sum(map(sum, self.costs)) / (num_ranks * self.cost))
+        return max(0.0, 1 - sum(map(sum, self.costs)) / (len(self.slots[0]) * self.cost))
 
 
 Prompt = tuple[Hashable, int]

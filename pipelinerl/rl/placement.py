@@ -260,10 +260,9 @@ def _with_numbers(
     for uuid in (*placement.trainer, *(uuid for group in placement.groups for uuid in group)):
         if not known[uuid].computes_in(recipe.model.dtype):
             raise _cannot_compute(recipe, known[uuid])
-    for field, group in (
-        ("trainer.nproc", placement.trainer),
-        *(("actor.engine.tensor_parallel_size", group) for group in placement.groups),
-    ):
+    sides = [("trainer.nproc", placement.trainer)]
+    sides += [("actor.engine.tensor_parallel_size", group) for group in placement.groups]
+    for field, group in sides:
         if len(group) > 1 and any(known[uuid].is_instance for uuid in group):
             raise FieldError(field, len(group), "MIG instances cannot exchange tensors; use 1, or whole GPUs")
     if model is not None and not placement.is_shared:

@@ -81,14 +81,9 @@ def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: L
 
     memory_gib, per_weight = accelerator.memory / GIB, 6 if recipe.trainer.lora is None else 4
     computed = per_weight * model.active * (1 + prompt_tokens / samples_per_prompt(recipe, lengths) / lengths.mean)
-    return Machine(
-        accelerator.name,
-        per_actor,
-        DecodeCurve(tuple((float(h), h / step_s(h)) for h in IN_PROGRESS)),
-        computed / (accelerator.flops * TRAINING_EFFICIENCY),
-        kv_cache_gib(recipe, model, memory_gib),
-        memory_gib,
-    )
+    decode = DecodeCurve(tuple((float(h), h / step_s(h)) for h in IN_PROGRESS))
+    training = computed / (accelerator.flops * TRAINING_EFFICIENCY)
+    return Machine(accelerator.name, per_actor, decode, training, kv_cache_gib(recipe, model, memory_gib), memory_gib)
 
 
 def longest_prompt(recipe: Recipe) -> int:
@@ -301,25 +296,16 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
     """Simulate the split. Return the simulation and the simulated share of the system. If the system is large, simulate a
     smaller one with the same proportions; only its random variation is larger."""
-    warmup_steps = 2 * chosen.largest_lag + 5
-    steps = max(20, chosen.largest_lag)
+    h, warmup_steps, steps = chosen.sequences_in_progress, 2 * chosen.largest_lag + 5, max(20, chosen.largest_lag)
     per_step, group_size = groups_per_step(recipe), recipe.sampling.group_size
-    cost = (warmup_steps + steps) * max(
-        chosen.sequences_in_progress * chosen.num_generators / _MOST_SPANS, per_step * group_size / _MOST_SEQUENCES
-    )
+    cost = (warmup_steps + steps) * max(h * chosen.num_generators / _MOST_SPANS, per_step * group_size / _MOST_SEQUENCES)
     num_actors, num_groups = _part(chosen.num_generators, per_step, max(1.0, cost))
     share = num_actors / chosen.num_generators
-    part = recipe.model_copy(
-        update={
-            "mode": "pipeline",
-            "actor": recipe.actor.model_copy(update={"sequences_in_progress": chosen.sequences_in_progress}),
-            "trainer": recipe.trainer.model_copy(update={"batch_size": num_groups * group_size, "steps": 10_000_000}),
-        }
-    )
-    played = simulate(
-        part, Timing(machine.decode, machine.training, transfer=update_s), lengths,
-        num_actors=num_actors, num_ranks=chosen.num_trainers * share, warmup_steps=warmup_steps, steps=steps,
-    )  # fmt: skip
+    actor = recipe.actor.model_copy(update={"sequences_in_progress": h})
+    trainer = recipe.trainer.model_copy(update={"batch_size": num_groups * group_size, "steps": 10_000_000})
+    part = recipe.model_copy(update={"mode": "pipeline", "actor": actor, "trainer": trainer})
+    timing, num_ranks = Timing(machine.decode, machine.training, transfer=update_s), chosen.num_trainers * share
+    played = simulate(part, timing, lengths, num_actors=num_actors, num_ranks=num_ranks, warmup_steps=warmup_steps, steps=steps)
     return played, share
 
 

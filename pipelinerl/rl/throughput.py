@@ -157,12 +157,8 @@ def split(
     num_trainers: int,
     update_time: float = 0.0,
 ) -> Split:
-    return Split(
-        num_generators,
-        num_trainers,
-        sequences_in_progress,
-        curve.rate(sequences_in_progress) * num_generators,
-        num_trainers / training_time,
-        largest_lag(sequences_in_progress * num_generators, batch_size, lengths.longest, lengths.mean),
-        batch_size * lengths.mean / update_time if update_time else math.inf,
-    )
+    """Compute a split's rates and largest lag. `training_time`: τ; `update_time`: time of one weight update."""
+    generation, training = curve.rate(sequences_in_progress) * num_generators, num_trainers / training_time
+    lag = largest_lag(sequences_in_progress * num_generators, batch_size, lengths.longest, lengths.mean)
+    updates = batch_size * lengths.mean / update_time if update_time else math.inf
+    return Split(num_generators, num_trainers, sequences_in_progress, generation, training, lag, updates)

@@ -284,17 +284,13 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
     datasets.disable_progress_bars()
     is_folder = Path(config.path).is_dir()
     commit = None if is_folder else _commit(config)
+    is_streamed = bool(config.max_rows) and (is_folder or commit is not None)
+    options = {"split": config.split, "revision": commit or config.revision or None, "streaming": is_streamed}
     was_offline = datasets.config.HF_HUB_OFFLINE
     # Offline mode avoids half a minute of retries. `load_dataset` has no argument for it.
     datasets.config.HF_HUB_OFFLINE = was_offline or not (is_folder or commit)
     try:
-        found = datasets.load_dataset(
-            config.path,
-            config.subset or None,
-            split=config.split,
-            revision=commit or config.revision or None,
-            streaming=bool(config.max_rows) and (is_folder or commit is not None),
-        )
+        found = datasets.load_dataset(config.path, config.subset or None, **options)
         if not is_folder and commit is None and config.revision:
             _check_cached_commit(config, found)
         # Images and sounds are left out: problems do not use them, and reading them needs further packages.
