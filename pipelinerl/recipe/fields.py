@@ -230,7 +230,7 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = "auto"
     """Attention implementation of the trainer. `auto`: PipelineRL's own attention for packed rows, or `eager` if that one does
     not reproduce the model's log-probabilities."""
-    trust_remote_code: bool = Field(False, description="Run the Python code that comes with a hub model.")
+    trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     chat_template: str = Field("", description="Jinja chat template, or its path; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}
     """Values of the chat template's variables, such as `enable_thinking: false`; in checkpoints, they are its defaults."""

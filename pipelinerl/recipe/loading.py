@@ -94,6 +94,8 @@ def parse_yaml(text: str, source: str) -> Any:
         raise YamlError(source, mark.line + 1 if mark else 0, problem) from error
     except yaml.reader.ReaderError as error:
         raise YamlError(source, 0, f"not a text file: {error.reason} at position {error.position}") from error
+    except (ValueError, RecursionError) as error:  # PyYAML makes a date of 2026-13-01, which fails.
+        raise YamlError(source, 0, f"a value is invalid: {error}; put texts such as dates in quotes") from error
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:

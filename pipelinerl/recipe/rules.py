@@ -18,7 +18,8 @@ PACKAGED = {
     "guess": ("environment", "pipelinerl.tasks.environments:GuessNumber"),
     "calculator": ("environment", "pipelinerl.tasks.environments:Calculator"),
 }
-"""`source` and `name` of the task for which each small model of this package is made. It also reads plain prompts of files."""
+"""`source` and `name` of the task for which each small model of this package is made. A model also reads plain prompts from
+files."""
 
 Broken = Iterator[tuple[str, str]]
 """Pairs (dotted field, problem with its value)."""

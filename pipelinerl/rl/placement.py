@@ -98,7 +98,7 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None,
 def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tuple[Recipe, Placement]:
     """Return the recipe with numbers instead of `auto`, and the placement that they describe. The trainer chooses its GPUs
     first, by NVLink and then by free memory. GPUs on which no actor fits are left out. `model`: None = its size is unknown, so
-    memory is not checked. Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit."""
+    memory is not checked. Raises `FieldError` if no GPU can be used, or if the recipe's numbers or the model do not fit."""
     if not (able := [device for device in devices if device.computes_in(recipe.model.dtype)]):
         raise _cannot_compute(recipe, devices[0])
     free = [device for device in able if device.free_bytes >= FREE_SHARE * device.total_bytes]

@@ -79,6 +79,7 @@ def test_scientific_notation_is_a_number_and_text_stays_text() -> None:
         ("a: 1\n\tb: 2\n", 2, "cannot start any token"),
         ("a: !!python/object:os.system 1\n", 1, "could not determine a constructor"),
         ("a: \x00\n", 0, "not a text file"),
+        ("a: 2026-13-01\n", 0, "a value is invalid: month must be in 1..12"),
     ],
 )
 def test_yaml_mistakes_are_named_by_line(text: str, line: int, said: str) -> None:
