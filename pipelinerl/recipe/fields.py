@@ -38,7 +38,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 T = TypeVar("T")
 MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, MAY_CHANGE]
-"""Type of a field that may change when a run is resumed. Fields of other types are fixed for the whole run."""
+"""Type of a field that may change when a run is resumed. So may `OrAuto` fields; all others are fixed for the whole run."""
 
 
 class _OrAuto:
@@ -219,8 +219,8 @@ class ModelConfig(Section):
     with a / stands for `checkpoint`, with this value as `name`."""
     name: str = ""
     """`hub`: a Hugging Face id. `path`: a folder. `package`: `arithmetic`, `repeated-addition`, `code`, `guess`, `calculator`.
-    `checkpoint`: a URL such as s3://bucket/runs/first/checkpoints/latest, or a folder such as first/checkpoints/latest. It is
-    looked for in the parent of this run's folder and in the current folder. Unused for `smollm2`."""
+    `checkpoint`: a URL such as s3://bucket/runs/first/checkpoints/latest, or a folder such as first/checkpoints/latest. The
+    folder is looked for in the parent of this run's folder, then in the current folder. Unused for `smollm2`."""
     revision: str = Field("", description="Commit or tag of the hub model; empty = its default branch.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute dtype of actor and trainer.")
     head_dtype: Literal["float32", "model"] = "float32"
@@ -233,7 +233,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     chat_template: str = Field("", description="Jinja chat template, or its path; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}
-    """Values of the chat template's variables, such as `enable_thinking: false`; in checkpoints, they are its defaults."""
+    """Values of the chat template's variables, such as `enable_thinking: false`; templates in checkpoints default to them."""
 
     @model_validator(mode="before")
     @classmethod

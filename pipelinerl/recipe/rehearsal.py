@@ -1,8 +1,8 @@
 """Rehearse a recipe's rewards: call them on some of its problems before a run, and report errors and suspicious rewards. Also
 render prompts as the policy will see them, and check the chat template. No model is loaded.
 
-The completions on trial are the reference answers and an empty text. Scorers of mathematics also get boxed answers and near
-misses, which are similar wrong answers; a user's function gets answers to other problems. A verifier process
+The completions on trial are the reference answers and an empty text. Scorers of mathematics also get boxed answers, and near
+misses, that is, similar wrong answers. A user's function also gets answers to other problems. A verifier process
 (`services.verifier.rehearsal`) makes the calls. Rewards of episodes, judges and reasoning-gym's own scorers are left out:
 episodes need turns, judges cost money, and those scorers work. Another process (`services.actor.preview`) renders the prompts.
 """
@@ -251,8 +251,8 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield warnings about references for a scorer of mathematics that are prose, cannot be scored or earn too little. Also
-    yield warnings about near misses that earn as much as the reference."""
+    """For scorers of mathematics, yield a warning about each reference that is prose, cannot be scored or earns too little, and
+    about each near miss that earns the full reward."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):

@@ -1,4 +1,4 @@
-"""Data sheets of accelerators, and estimates of the memory that a run needs on them.
+"""Estimate the memory that a run needs on accelerators, and list their data sheets.
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds weights, gradients and optimizer state. Estimates need
 a model's size and, if possible, the size of its KV cache per token. In a mixture of experts, memory counts all experts, and

@@ -1,4 +1,4 @@
-"""Placement of a local run: which GPU each trainer rank and each actor gets, and what `auto` means on this machine.
+"""Place a local run: decide which GPU each trainer rank and each actor gets, and what `auto` means on this machine.
 
 A GPU belongs to one process, unless a trainer rank and an actor share it. They do so on a single GPU, with `actor.colocate`,
 or if `--placement` says so. vLLM then gets the memory that the trainer and weight updates leave.

@@ -273,7 +273,7 @@ def _why_this_h(h: int, given: int | None, most: int) -> str:
 
 
 def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, update_s: float) -> Iterator[str]:
-    """Yield the reasons why the plan leaves accelerators unused, and why its figures may be wrong."""
+    """Yield warnings: weight updates bound the rate, fewer accelerators would be as fast, or the estimates are too high."""
     batch_size, max_lag = recipe.trainer.batch_size, recipe.algorithm.max_lag
     if AS_FAST * chosen.updates < min(chosen.generation, chosen.training):
         why = f"a step takes as long as a weight update, {update_s:.2g} s: the trainer waits until its versions are served"
