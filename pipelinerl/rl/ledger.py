@@ -193,7 +193,7 @@ class SequenceTracker:
         return samples
 
     def lose(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str) -> None:
-        """Close the sequences of a group that are still open, and count the group as lost, because none is trained on."""
+        """Close the open `sequences` of a group of which none is trained on, and count the group as lost."""
         self.close(sequences, outcome, reason)
         self.lost_groups += 1
 

@@ -170,7 +170,7 @@ class _Run:
         self.offered = self.served = -1
         self.counted = Simulation()
         self.counted_from = self.computing = self.busy = self.slot_time = 0.0
-        """Start of the counted time. Times in it: of optimizer steps; of actors with anything in progress; of used slots."""
+        """Start of the counted time, and sums of time since then: of optimizer steps, busy actors and used slots."""
 
     def result(self, first: int, last: int) -> Simulation:
         """Run until version `last` and return the totals since version `first`."""
