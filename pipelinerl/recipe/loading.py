@@ -7,6 +7,7 @@ import contextlib
 import copy
 import glob
 import json
+import os
 import re
 import shlex
 import sys
@@ -140,9 +141,9 @@ def find_recipe(name: str | Path) -> Path:
     """Return the recipe's file. `name` is its path, the path of a folder with a `recipe.yaml`, or the bare name of a recipe in
     `recipes/` of the current folder, of the source tree or of the installation. Raises `FieldError` with the known names."""
     path, inside = Path(name), Path(name, "recipe.yaml")
-    if found := path if path.is_file() else inside if inside.is_file() else known_recipes().get(str(name)):
+    if found := next((file for file in (path, inside) if os.path.isfile(file)), known_recipes().get(str(name))):
         return found
-    if path.is_dir():
+    if os.path.isdir(path):
         raise FieldError("recipe", str(name), "is a folder without recipe.yaml; give a recipe file, or a recipe's name")
     known = ", ".join(sorted(known_recipes())) or "(none here)"
     raise FieldError("recipe", str(name), f"no such file; give a path or one of: {known}")
@@ -168,10 +169,10 @@ def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     get `folder` as a prefix if they exist there. Otherwise they stay relative to the current folder."""
 
     def found(path: Any) -> Any:
-        if not isinstance(path, str) or not path or "\0" in path or is_template(path):
+        if not isinstance(path, str) or not path or is_template(path):
             return path
-        beside = folder / path
-        return str(beside) if beside.exists() or glob.glob(str(beside)) else path
+        beside = str(folder / path)
+        return beside if os.path.exists(beside) or glob.glob(beside) else path
 
     def moved(section: Any) -> Any:
         if isinstance(section, list):

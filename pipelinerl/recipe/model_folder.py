@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ def model_folder(model: ModelConfig) -> Path | None:
 
 def problems_in(folder: Path) -> Iterator[str]:
     """Yield the problems of a model's folder, each with its fix."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         yield "is not a folder; give one that contains a Hugging Face model"
         return
     if (folder / "adapter_config.json").is_file():

@@ -50,7 +50,10 @@ def value_at(recipe: Recipe, field: str) -> Any:
 
 def wrong_url(url: str, stores: Sequence[str] = ("s3", "gs", "hf", "file")) -> str:
     """Return the fault of a URL that should name a folder in one of `stores`; empty if it has none."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        return f"is not a URL ({error}); correct it"
     if parts.scheme not in stores or not url.startswith(f"{parts.scheme}://"):
         return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in stores)}..."
     if parts.scheme == "file" and parts.netloc:
@@ -125,7 +128,7 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
         yield "tools", f"source {task.source!r} {'needs functions' if task.source == 'tools' else 'uses none; leave it out'}"
     if len({path.rpartition(":")[2] for path in task.tools}) < len(task.tools):
         yield "tools", "has several functions of the same name, but the policy calls them by name; rename one, or leave it out"
-    if bool(task.command) != (task.source == "agent"):
+    if bool(task.command.strip()) != (task.source == "agent"):
         yield "command", f"source {task.source!r} {'needs a program' if task.source == 'agent' else 'runs none; leave it out'}"
     try:
         shlex.split(task.command)

@@ -10,6 +10,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -79,13 +80,13 @@ def files_at(path: str) -> list[Path]:
     """Return the sorted files at a path, which may be a file, a folder or a pattern. Raises `FieldError` if there are none. The
     files of a folder must agree in format and split. Otherwise it would be unclear which of them hold the problems."""
     given = Path(path)
-    if given.is_dir():
+    if os.path.isdir(path):
         visible = [file for file in sorted(given.rglob("*")) if "/." not in f"/{file.relative_to(given)}"]
         found = [file for file in visible if known_format(file) and file.is_file()]
         lacking = f"this folder holds no {one_of(_FORMATS)} file"
         _check_alike(given, found)
     else:
-        found = [given] if given.is_file() else [Path(name) for name in sorted(glob.glob(path, recursive=True))]
+        found = [given] if os.path.isfile(path) else [Path(name) for name in sorted(glob.glob(path, recursive=True))]
         lacking = f"there is no such file{'' if given.is_absolute() else f' in {Path.cwd()}'}"
     if not (found := [file for file in found if file.is_file()]):
         raise FieldError("task.path", path, lacking)
@@ -282,7 +283,7 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
         raise MissingPackage("task.source = 'hub' needs the library datasets: pip install 'pipelinerl[trainer]'") from error
     where = "/".join(filter(None, (config.path, config.subset, config.split)))
     datasets.disable_progress_bars()
-    is_folder = Path(config.path).is_dir()
+    is_folder = os.path.isdir(config.path)
     commit = None if is_folder else _commit(config)
     is_streamed = bool(config.max_rows) and (is_folder or commit is not None)
     options = {"split": config.split, "revision": commit or config.revision or None, "streaming": is_streamed}

@@ -106,8 +106,8 @@ def test_names_are_looked_up_in_order_and_listed(tmp_path: Path, monkeypatch: py
     assert find_recipe("arithmetic") == Path("recipes/arithmetic.yaml")
     assert find_recipe("gsm") == RECIPES / "gsm.yaml"
     assert find_recipe(RECIPES / "arithmetic.yaml") == RECIPES / "arithmetic.yaml"
-    with pytest.raises(FieldError, match=r"recipe = 'othr': no such file; give a path or one of: another, arithmetic"):
-        find_recipe("othr")
+    with pytest.raises(FieldError, match=r"recipe = 'oooo.*: no such file; give a path or one of: another, arithmetic"):
+        find_recipe("o" * 256)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
@@ -418,9 +418,9 @@ def found(*overrides: str, **sections: Any) -> dict[str, tuple[str, bool]]:
 
 
 MISTAKES = [
-    ("model={source: path, name: DIR/m}", "model.name", "is not a folder"),
+    (f"model={{source: path, name: DIR/{'m' * 256}}}", "model.name", "is not a folder"),
     ("model={source: path, name: DIR}", "model.name", "has no config.json"),
-    ("task={source: jsonl, path: DIR/none.jsonl}", "task.path", "there is no such file"),
+    (f"task={{source: jsonl, path: DIR/{'n' * 256}}}", "task.path", "there is no such file"),
     ("task={source: jsonl, path: DIR/broken.jsonl}", "task.path", "broken.jsonl, line 1: not JSON"),
     ("task={source: jsonl, path: DIR/nine.jsonl, heldout_problems: 9}", "task.heldout_problems", "9 distinct problems"),
     ("task={name: chain_sm}", "task.name", "did you mean chain_sum or "),
@@ -828,7 +828,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         ({"source": "tools", "path": "p.jsonl"}, "task.tools", "needs functions"),
         ({"source": "verifiers", "name": "any", "path": "p.jsonl"}, "task.path", "the environment brings the problems"),
         ({"source": "verifiers", "name": "any"}, "reward.sandbox", "a sandbox would block the servers"),
-        ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program"),
+        ({"source": "agent", "path": "p.jsonl", "command": " "}, "task.command", "needs a program"),
         ({"source": "tools", "path": "p.jsonl", "tools": ["a:f", "b:f"]}, "task.tools", "several functions of the same name"),
         ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
         ({"source": "agent", "command": "a", "path": "p"}, "reward.overlong.buffer_tokens", "answer has no length in tokens"),
