@@ -71,6 +71,7 @@ def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
         return None
     ks = sorted({asked, *(2**power for power in range(1, asked.bit_length()))} - {1})
     passed = {k: [pass_at(k, len(answers), sum(answers)) for answers in known if len(answers) >= k] for k in ks}
-    accuracy, num_answers = Estimate.of([fmean(answers) for answers in known if answers]), asked * len(problems)
+    accuracy = Estimate.of([fmean(answers) for answers in known if answers])
+    num_answers = asked * len(problems)
     lower_bound, unanswered = sum(map(sum, known)) / num_answers, num_answers - sum(map(len, known))
     return Accuracy(accuracy, lower_bound, unanswered, {str(k): Estimate.of(values) for k, values in passed.items() if values})

@@ -296,7 +296,8 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
     """Simulate the split. Return the simulation and the simulated share of the system. If the system is large, simulate a
     smaller one with the same proportions; only its random variation is larger."""
-    h, warmup_steps, steps = chosen.sequences_in_progress, 2 * chosen.largest_lag + 5, max(20, chosen.largest_lag)
+    h = chosen.sequences_in_progress
+    warmup_steps, steps = 2 * chosen.largest_lag + 5, max(20, chosen.largest_lag)
     per_step, group_size = groups_per_step(recipe), recipe.sampling.group_size
     cost = (warmup_steps + steps) * max(h * chosen.num_generators / _MOST_SPANS, per_step * group_size / _MOST_SEQUENCES)
     num_actors, num_groups = _part(chosen.num_generators, per_step, max(1.0, cost))

@@ -177,7 +177,8 @@ class _Run:
         self._resume(self._optimizer_loop())
         while self.version < first:
             self._next_event()
-        self.counted, self.counted_from, self.computing, self.busy, self.slot_time = Simulation(), self.now, 0.0, 0.0, 0.0
+        self.counted, self.counted_from = Simulation(), self.now
+        self.computing = self.busy = self.slot_time = 0.0
         while self.version < last:
             self._next_event()
         for actor in self.actors:
