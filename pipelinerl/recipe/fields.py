@@ -228,8 +228,7 @@ class ModelConfig(Section):
     logits to `dtype`, which changes log-probabilities by hundredths of a nat."""
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Maximum number of prompt and completion tokens together.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = "auto"
-    """Attention implementation of the trainer. `auto`: PipelineRL's own attention for packed rows, or `eager` if that one does
-    not reproduce the model's log-probabilities."""
+    """Attention of the trainer. `auto`: PipelineRL's own, for packed rows, or `eager` if that changes log-probabilities."""
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     chat_template: str = Field("", description="Jinja chat template, or its path; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}

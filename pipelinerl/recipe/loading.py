@@ -33,8 +33,8 @@ class RecipeError(UserError):
 
     def __init__(self, source: str, problems: Iterable[FieldError]) -> None:
         self.source, self.problems = source, tuple(problems)
-        count = counted(len(self.problems), "problem")
-        super().__init__("\n".join([f"{source}: {count}", *(f"  - {problem}" for problem in self.problems)]))
+        title = f"{source}: {counted(len(self.problems), 'problem')}"
+        super().__init__("\n".join([title, *(f"  - {problem}" for problem in self.problems)]))
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:

@@ -18,8 +18,7 @@ PACKAGED = {
     "guess": ("environment", "pipelinerl.tasks.environments:GuessNumber"),
     "calculator": ("environment", "pipelinerl.tasks.environments:Calculator"),
 }
-"""`source` and `name` of the task for which each small model of this package is made. A model also reads plain prompts from
-files."""
+"""Task (`source`, `name`) for which each small model of this package is made. Each also reads plain prompts of files."""
 
 Broken = Iterator[tuple[str, str]]
 """Pairs (dotted field, problem with its value)."""

@@ -22,8 +22,7 @@ smallest number left over, rounded up. Steps count only after all groups issued 
 actor leaves, the limit returns to its ceiling, because the actor's samples stay in flight for up to half a minute.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
-version is (incarnation, number). After a restart from v = 20, version 25 of the previous incarnation no longer exists, although
-number 25 will be used again.
+version is (incarnation, number). After a restart from v = 20, version 25 of the previous incarnation no longer exists.
 """
 
 from __future__ import annotations

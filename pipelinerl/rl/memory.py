@@ -97,8 +97,7 @@ def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
 
 
 def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
-    """Return the GiB per accelerator that a weight update needs outside vLLM's share. `ranks` of an actor: by default, its
-    tensor-parallel size."""
+    """Return the GiB per accelerator that an update needs outside vLLM's share. `ranks`: per actor; None = the recipe's."""
     if loads_paused(recipe):
         return update_bytes(layer=model.layer_bytes * wire_bytes(recipe, model) / model.dtype_bytes) / GIB
     return update_bytes(sent_bytes(recipe, model) / (ranks or recipe.actor.engine.tensor_parallel_size)) / GIB
