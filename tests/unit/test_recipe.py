@@ -467,6 +467,11 @@ def test_what_is_a_mistake_and_what_is_lacking(
         ("model.safetensors", -3, "model.safetensors has 74 bytes, but its header says 77; copy the broken files again"),
         ("model.safetensors", 5, "model.safetensors is not a safetensors file, or its header is incomplete"),
         ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is not a safetensors file"),
+        (
+            "model.safetensors",
+            b"\x1f" + bytes(7) + b'{"a": {"data_offsets": [0, 0]}}',
+            "model.safetensors is not a safetensors file",
+        ),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors, among the 1 weight"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "config.json"}}', "delete one, since actors may"),
         ("adapter_config.json", b"{}", "has a LoRA adapter, which actors would not apply; merge it into the model"),
