@@ -266,9 +266,6 @@ _OF_COMPLETIONS = (
 )  # fmt: skip
 """Fields that a task does not inherit from the recipe's `reward` if its environment gives the reward."""
 
-EPISODIC = ("environment", "tools", "agent", "verifiers")
-"""Sources whose samples are episodes of several turns."""
-
 
 class TaskConfig(Section):
     source: Literal["reasoning_gym", "jsonl", "hub", "environment", "tools", "agent", "verifiers"] = "reasoning_gym"
@@ -310,7 +307,8 @@ class TaskConfig(Section):
 
     @property
     def is_episodic(self) -> bool:
-        return self.source in EPISODIC
+        """True if the task's samples are episodes of several turns."""
+        return self.source in ("environment", "tools", "agent", "verifiers")
 
     @model_validator(mode="before")
     @classmethod
