@@ -186,7 +186,7 @@ _TOKEN = re.compile(
 
 @cache
 def _character(token: str) -> str:
-    """Return a character that a part of a pattern matches; empty if it matches only a position. The part may be a backreference."""
+    """Return a character that a part of a pattern matches; empty if it matches only a position, or is a backreference."""
     return next((one for one in f" 7xA{string.printable}{token}" if re.fullmatch("()" * 9 + token, one)), "")
 
 
