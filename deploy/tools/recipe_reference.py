@@ -50,7 +50,7 @@ def _section(path: str, model: type[BaseModel]) -> str:
 
 
 def _row(path: str, field: FieldInfo) -> str:
-    taken, meaning = takes(field), field.description or ""
+    taken, meaning = takes(field), " ".join((field.description or "").split())
     if section := section_of(field.annotation) or listed_section(field.annotation):
         taken = "a section" if section_of(field.annotation) else "a list of sections"
         where = next(path for path, model in sections(Recipe) if model is section)

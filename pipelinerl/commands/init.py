@@ -128,7 +128,7 @@ def data_words(data: Path, question: str | None, answer: str | None) -> dict[str
     template, task = "", TaskConfig(source="jsonl", path=str(data), prompt_style="chat", heldout_problems=1)
     for first in islice(rows_of(task), 1):
         if isinstance(first.values, BadRow):
-            raise UserError(f"{first.place}: {first.values}")
+            raise UserError(f"{first.file}, {first.place}: {first.values}")
         asked = _column("--question", question, first.values, _QUESTIONS)
         wanted = _column("--answer", answer, first.values, _ANSWERS)
         if asked == wanted:

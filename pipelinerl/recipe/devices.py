@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine that a local run can use. `python -m pipelinerl.recipe.devices` prints them."""
+"""Find the NVIDIA GPUs of this machine that a local run can use. `python -m pipelinerl.recipe.devices` prints them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from pipelinerl.rl.memory import GIB
 
@@ -70,7 +70,7 @@ def find_devices() -> Devices:
         return Devices.model_validate(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         return Devices(problem=f"torch has not listed the GPUs within {_PROBE_S:g} s; check whether nvidia-smi answers")
-    except (subprocess.CalledProcessError, OSError, ValueError, IndexError, ValidationError) as error:
+    except (subprocess.CalledProcessError, OSError, ValueError, IndexError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [repr(error)]
         return Devices(problem=f"torch cannot list the GPUs: {said[-1]}")
 

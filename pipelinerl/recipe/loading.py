@@ -7,6 +7,7 @@ import contextlib
 import copy
 import glob
 import json
+import os
 import re
 import shlex
 import sys
@@ -32,12 +33,12 @@ class RecipeError(UserError):
 
     def __init__(self, source: str, problems: Iterable[FieldError]) -> None:
         self.source, self.problems = source, tuple(problems)
-        count = counted(len(self.problems), "problem")
-        super().__init__("\n".join([f"{source}: {count}", *(f"  - {problem}" for problem in self.problems)]))
+        title = f"{source}: {counted(len(self.problems), 'problem')}"
+        super().__init__("\n".join([title, *(f"  - {problem}" for problem in self.problems)]))
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:
-    """Return a `FieldError` for each wrong field, in the order of the fields."""
+    """Return a `FieldError` for each wrong field of `model`."""
     return [_problem(details, model) for details in error.errors(include_url=False)]
 
 
@@ -80,9 +81,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
-)
+_EXPONENTIAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENTIAL, list("-+0123456789."))
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -95,12 +95,14 @@ def parse_yaml(text: str, source: str) -> Any:
         raise YamlError(source, mark.line + 1 if mark else 0, problem) from error
     except yaml.reader.ReaderError as error:
         raise YamlError(source, 0, f"not a text file: {error.reason} at position {error.position}") from error
+    except (ValueError, RecursionError) as error:  # PyYAML makes a date of 2026-13-01, which fails.
+        raise YamlError(source, 0, f"a value is invalid: {error}; put texts such as dates in quotes") from error
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Return the field's path and the value in `a.b=value`, which is read as YAML. For a field of text or a list of texts, an
-    unquoted value that is empty or has a YAML comment, such as `#(\\d+)$`, is taken literally. For a field of text, so is
-    invalid YAML. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
+    """Return the field's path and the value in `a.b=value`, which is read as YAML. In a field for text or for a list of texts,
+    an unquoted value is taken literally if it is empty or has a comment, such as `#(\\d+)$`. In a field for text, so is invalid
+    YAML. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
@@ -139,17 +141,17 @@ def find_recipe(name: str | Path) -> Path:
     """Return the recipe's file. `name` is its path, the path of a folder with a `recipe.yaml`, or the bare name of a recipe in
     `recipes/` of the current folder, of the source tree or of the installation. Raises `FieldError` with the known names."""
     path, inside = Path(name), Path(name, "recipe.yaml")
-    if found := path if path.is_file() else inside if inside.is_file() else known_recipes().get(str(name)):
+    if found := next((file for file in (path, inside) if os.path.isfile(file)), known_recipes().get(str(name))):
         return found
-    if path.is_dir():
+    if os.path.isdir(path):
         raise FieldError("recipe", str(name), "is a folder without recipe.yaml; give a recipe file, or a recipe's name")
     known = ", ".join(sorted(known_recipes())) or "(none here)"
     raise FieldError("recipe", str(name), f"no such file; give a path or one of: {known}")
 
 
 def known_recipes(*, shipped: bool = False) -> dict[str, Path]:
-    """Return the files of recipes, keyed by the bare names that `find_recipe` takes. `shipped`: leave out `recipes/` of the
-    current folder, so only those that come with this package."""
+    """Return the files of recipes, keyed by the bare names that `find_recipe` takes. `shipped`: only recipes that come with
+    this package, without `recipes/` of the current folder."""
     source_tree = Path(pipelinerl.__file__).resolve().parents[1]
     folders = (Path("recipes"), source_tree / "recipes", Path(sys.prefix, "share", "pipelinerl", "recipes"))
     return {found.stem: found for folder in reversed(folders[shipped:]) for found in sorted(folder.glob("*.yaml"))}
@@ -163,14 +165,14 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the data of a recipe whose file is in `folder`. Paths to problems, to an agent's program and to a chat template
+    """Return the data of a recipe whose file is in `folder`. Paths to problems, to a chat template and in an agent's command
     get `folder` as a prefix if they exist there. Otherwise they stay relative to the current folder."""
 
     def found(path: Any) -> Any:
-        if not isinstance(path, str) or not path or "\0" in path or is_template(path):
+        if not isinstance(path, str) or not path or is_template(path):
             return path
-        beside = folder / path
-        return str(beside) if beside.exists() or glob.glob(str(beside)) else path
+        beside = str(folder / path)
+        return beside if os.path.exists(beside) or glob.glob(beside) else path
 
     def moved(section: Any) -> Any:
         if isinstance(section, list):

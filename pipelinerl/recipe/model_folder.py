@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ def model_folder(model: ModelConfig) -> Path | None:
 
 def problems_in(folder: Path) -> Iterator[str]:
     """Yield the problems of a model's folder, each with its fix."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         yield "is not a folder; give one that contains a Hugging Face model"
         return
     if (folder / "adapter_config.json").is_file():
@@ -144,7 +145,7 @@ def _weights_problems(folder: Path) -> Iterator[str]:
     broken = []
     for path in files:
         try:
-            header_of(path)
+            elements_in(path)
         except ValueError as error:
             broken.append(f"{path.name} {error}")
         except OSError as error:
@@ -157,20 +158,21 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def header_of(path: Path) -> Mapping[str, Any]:
-    """Return shape, dtype and position of each tensor in a safetensors file. Raises `ValueError` if the file is damaged."""
+def elements_in(path: Path) -> int:
+    """Return the number of elements of all tensors in a safetensors file. Raises `ValueError` if the file is damaged."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
             header = json.loads(file.read(min(length, size)))
-            tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-            end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+            tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+            elements = sum(math.prod(tensor["shape"]) for tensor in tensors)
+            end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             raise ValueError("is not a safetensors file, or its header is incomplete") from None
     if size != end:
         raise ValueError(f"has {size:,} bytes, but its header says {end:,}")
-    return tensors
+    return elements
 
 
 def known_parameters(model: ModelConfig) -> int:
@@ -185,7 +187,7 @@ def parameters_in(folder: Path) -> int:
     parameters = 0
     for path in folder.glob("*.safetensors"):
         try:
-            parameters += sum(math.prod(tensor["shape"]) for tensor in header_of(path).values())
+            parameters += elements_in(path)
         except ValueError as error:
             raise FieldError("model.name", str(folder), f"{path.name} {error}") from None
     return parameters
@@ -208,7 +210,7 @@ def hub_parameters(model: ModelConfig) -> int:
 
 
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
-    """Return a function that gives the largest token count of some texts; None if the tokenizer is not on this machine."""
+    """Return a function for the largest token count of some texts; None if the tokenizer is not here. Raises `FieldError`."""
     folder = model_folder(model)
     path = cached(model, "tokenizer.json") if folder is None else folder / "tokenizer.json"
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:

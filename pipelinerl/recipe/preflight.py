@@ -115,8 +115,8 @@ def environment_with(modules: Path | None) -> dict[str, str]:
 
 def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *, prompts: bool = False) -> Examination:
     """Check the recipe: make a held-out problem of each set, import the user's code, and call the rewards on `reward_rows`
-    problems of each set. `modules`: folder of the user's code. `prompts`: also render a prompt of each set. Otherwise, prompts
-    are rendered only if a template is used."""
+    problems of each set. `modules`: folder of the user's code. `prompts`: render a prompt of each set even if none uses a chat
+    template. Raises `FieldError` if `reward_rows` is negative."""
     if reward_rows < 0:
         raise FieldError("--reward-rows", reward_rows, "give 0 to try no reward, or a larger number")
     examined, environment = Examination(), environment_with(modules)
@@ -137,8 +137,7 @@ def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *
 
 
 def doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldError]]:
-    """Yield warnings about settings that are probably wrong but may be intended. Each comes with the name of its kind, which
-    `pipelinerl doctor` explains."""
+    """Yield warnings about values that are valid but may be mistakes, with their kinds, which `pipelinerl doctor` explains."""
     trainer = recipe.trainer
     if trainer.warmup_steps > trainer.steps:  # A short trial of a recipe may intend this.
         fix = f"is above trainer.steps ({trainer.steps}), so the rate never reaches {trainer.learning_rate:g}; lower it"

@@ -1,8 +1,8 @@
 """Rehearse a recipe's rewards: call them on some of its problems before a run, and report errors and suspicious rewards. Also
 render prompts as the policy will see them, and check the chat template. No model is loaded.
 
-The completions on trial are the reference answers and an empty text. Scorers of mathematics also get boxed answers and near
-misses, which are similar wrong answers; a user's function gets answers to other problems. A verifier process
+The completions on trial are the reference answers and an empty text. Scorers of mathematics also get boxed answers, and near
+misses, that is, similar wrong answers. A user's function also gets answers to other problems. A verifier process
 (`services.verifier.rehearsal`) makes the calls. Rewards of episodes, judges and reasoning-gym's own scorers are left out:
 episodes need turns, judges cost money, and those scorers work. Another process (`services.actor.preview`) renders the prompts.
 """
@@ -46,8 +46,8 @@ _OTHERS_TRIED = 6
 class Call:
     """One call of a reward on a problem of the set `place` (a key of `Recipe.sets_by_place`). `completion`: text with the
     reference answer or with a near miss, or an empty text. `near_miss`: the wrong answer in it, if any. `forms`: pairs
-    (possible completion, answer in it); the first in which the reward finds that answer gives `completion`. `answer`: what
-    `reward.answer_pattern` found, if anything. `status`: `ok`, or why the call gave no reward; empty before the call."""
+    (possible completion, answer in it or "" for any); the first in which the reward finds that answer gives `completion`.
+    `answer`: the answer that the reward found, if any. `status`: `ok`, or why there is no reward; empty before the call."""
 
     place: str
     problem: Problem
@@ -69,7 +69,8 @@ class Call:
 def rehearse(
     recipe: Recipe, sources: Mapping[str, Source], num_rows: int, environment: Mapping[str, str]
 ) -> tuple[list[Call], list[FieldError]]:
-    """Call the rewards on `num_rows` problems of each set in `sources`, on Linux only. Return the calls and the errors."""
+    """Call the rewards on `num_rows` problems of each set in `sources`, on Linux only. Return the calls and the errors. Raises
+    `ServiceError` if the process that calls them fails."""
     left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
     tried = {place: one for place, one in recipe.sets_by_place.items() if (one.reward.scorer, one.task.source) not in left_out}
     shares = {place: one for place, one in tried.items() if place in sources and not one.task.is_episodic}
@@ -81,13 +82,11 @@ def rehearse(
             if importlib.util.find_spec(package) is None:
                 fix = f"cannot be tried: {package} is not installed here; pip install 'pipelinerl[verifier]'"
                 return [], [Lacking(f"{place}reward.scorer", share.reward.scorer, fix)]
-    forms = [[*call.forms, *([] if call.near_miss else [(call.completion, "")])] for call in asked]
     items = [
         {
             "sequence_id": "rehearsal",
             "task": shares[call.place].name,
             "prompt_text": "\n".join(call.problem.texts),
-            "completion_text": call.completion,
             "reference_json": call.problem.reference_json,
             "completion_tokens": 1,
             "max_tokens": shares[call.place].max_tokens,
@@ -95,7 +94,7 @@ def rehearse(
         }
         for call in asked
     ]
-    request = {"recipe": recipe.model_dump(mode="json"), "items": items, "forms": forms}
+    request = {"recipe": recipe.model_dump(mode="json"), "items": items, "forms": [call.forms for call in asked]}
     command = [sys.executable, "-m", "services.verifier.rehearsal"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment)
     calls, calling = list[Call](), asked[0]
@@ -116,7 +115,7 @@ def rehearse(
 
 
 def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
-    """Yield the calls for a set. The first problem is also tried with an empty completion, which many rewards do not expect."""
+    """Yield a set's calls. The first problem, and problems without a reference answer, are tried with an empty completion."""
     split, there = (Split.TRAIN, num_rows) if share.name in recipe.mixture else (Split.HELDOUT, source.num_heldout)
     if split is Split.TRAIN and isinstance(source, FileSource):
         there = len(source.problems) - source.num_heldout
@@ -126,7 +125,7 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
         if answer:
             is_mathematics = share.reward.scorer in _MATHEMATICS
             final = final_answer(answer) if is_mathematics else answer.strip()
-            yield Call(place, problem, answer, answer_forms(share, final) if final else ())
+            yield Call(place, problem, answer, (*(answer_forms(share, final) if final else ()), (answer, "")))
             misses = near_misses(final) if is_mathematics else []
             if share.reward.is_function and index < _OTHERS_TRIED:  # Answers to other problems are wrong.
                 others = (source.problem(split, other % there) for other in range(index + 1, index + 1 + _OTHERS_TRIED))
@@ -135,7 +134,7 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
             for miss in misses:
                 yield Call(place, problem, forms=answer_forms(share, miss), near_miss=miss)
         if index == 0 or not answer:
-            yield Call(place, problem)
+            yield Call(place, problem, forms=(("", ""),))
 
 
 def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
@@ -154,8 +153,8 @@ def reads(share: ProblemSet, *answers: str) -> bool:
 
 
 def written(pattern: str, answer: str) -> str:
-    """Return a text that `pattern` matches in most cases, with `answer` (not empty) as group 1. It has the first of several
-    alternatives, the fewest repetitions, and one space in place of blanks or arbitrary text."""
+    """Return a text that `pattern` matches in most cases, with `answer` (not empty) as group 1. Of several alternatives, it has
+    the one with the answer or else the first. It has the fewest repetitions, and one space for blanks or arbitrary text."""
     frames, is_found, atom = [("", [""])], False, ""  # frames: (opening, each alternative's text); atom: what `times` repeats
     for token, times in _TOKEN.findall(pattern):
         if token[0] == "(":
@@ -187,7 +186,7 @@ _TOKEN = re.compile(
 
 @cache
 def _character(token: str) -> str:
-    """Return a character that a part of a pattern matches; empty if it only matches a position. Backreferences are valid."""
+    """Return a character that a part of a pattern matches; empty if it matches only a position, or is a backreference."""
     return next((one for one in f" 7xA{string.printable}{token}" if re.fullmatch("()" * 9 + token, one)), "")
 
 
@@ -252,7 +251,8 @@ def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[Field
 
 
 def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
-    """Yield warnings about mathematics references that are prose, fail or earn too little, and near misses earning as much."""
+    """For scorers of mathematics, yield a warning about each reference that is prose, cannot be scored or earns too little, and
+    about each near miss that earns the full reward."""
     scorer, full = share.reward.scorer, dict[str | int, float]()
     for call in calls if scorer in _MATHEMATICS else ():
         if not call.completion or (not call.answer and call.status != "bad_reference"):
@@ -339,7 +339,7 @@ def _tokenizer(recipe: Recipe) -> Path | None:
 
 
 def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Preview) -> Iterator[FieldError]:
-    """Yield warnings about the chat template, patterns with special tokens, and prompts that spell out a control token."""
+    """Yield warnings about the chat template, ignored texts, patterns with special tokens, and spelled-out control tokens."""
     model, spellings, special = recipe.model, Spellings(set(found.control)), Spellings(set(found.special))
     yield from (FieldError(*doubt) for doubt in found.doubts)
     if model.chat_template and not any(_uses_template(one) or one.task.is_episodic for one in recipe.sets_by_place.values()):

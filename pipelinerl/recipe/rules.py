@@ -18,7 +18,7 @@ PACKAGED = {
     "guess": ("environment", "pipelinerl.tasks.environments:GuessNumber"),
     "calculator": ("environment", "pipelinerl.tasks.environments:Calculator"),
 }
-"""`source` and `name` of the task for which each small model of this package is made. It also reads plain prompts of files."""
+"""Task (`source`, `name`) for which each small model of this package is made. Each also reads plain prompts of files."""
 
 Broken = Iterator[tuple[str, str]]
 """Pairs (dotted field, problem with its value)."""
@@ -47,13 +47,12 @@ def value_at(recipe: Recipe, field: str) -> Any:
     return value
 
 
-STORES = ("s3", "gs", "hf", "file")
-STORES_OF_LOG = ("s3", "gs", "file")
-
-
-def wrong_url(url: str, stores: Sequence[str] = STORES) -> str:
-    """Return what is wrong with a URL that should name a folder in one of `stores`; empty if nothing is."""
-    parts = urlsplit(url)
+def wrong_url(url: str, stores: Sequence[str] = ("s3", "gs", "hf", "file")) -> str:
+    """Return the fault of a URL that should name a folder in one of `stores`; empty if it has none."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        return f"is not a URL ({error}); correct it"
     if parts.scheme not in stores or not url.startswith(f"{parts.scheme}://"):
         return f"give the URL of a folder: {', '.join(f'{scheme}://' for scheme in stores)}..."
     if parts.scheme == "file" and parts.netloc:
@@ -128,7 +127,7 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
         yield "tools", f"source {task.source!r} {'needs functions' if task.source == 'tools' else 'uses none; leave it out'}"
     if len({path.rpartition(":")[2] for path in task.tools}) < len(task.tools):
         yield "tools", "has several functions of the same name, but the policy calls them by name; rename one, or leave it out"
-    if bool(task.command) != (task.source == "agent"):
+    if bool(task.command.strip()) != (task.source == "agent"):
         yield "command", f"source {task.source!r} {'needs a program' if task.source == 'agent' else 'runs none; leave it out'}"
     try:
         shlex.split(task.command)
@@ -256,7 +255,7 @@ def _others(recipe: Recipe) -> Broken:
         yield "evaluation.samples", "greedy answers to a problem are all the same; use 1, or evaluation.temperature above 0"
     if recipe.checkpoint.upload and (problem := wrong_url(recipe.checkpoint.upload)):
         yield "checkpoint.upload", problem
-    if recipe.weights.log not in ("", NATS) and (problem := wrong_url(recipe.weights.log, STORES_OF_LOG)):
+    if recipe.weights.log not in ("", NATS) and (problem := wrong_url(recipe.weights.log, ("s3", "gs", "file"))):
         yield "weights.log", f"{problem}; or use {NATS!r}"
     if recipe.weights.backend == "log" and recipe.mode == "conventional":
         yield "weights.backend", "lets each actor follow at its own speed, but mode = 'conventional' waits for all; use auto"

@@ -7,7 +7,7 @@ not independent. With several answers per problem, intervals are conservative, b
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -15,14 +15,6 @@ from statistics import fmean
 MOST_REPORTED = 24
 _Z = 1.959964
 """97.5 % quantile of the standard normal distribution."""
-
-
-def wilson_interval(share: float, trials: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a `share` in [0, 1] that was found in `trials` trials, at least one."""
-    spread = _Z * _Z / trials
-    middle = share + spread / 2
-    half = _Z * math.sqrt((share * (1 - share) + spread / 4) / trials)
-    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
 
 
 def pass_at(k: int, answers: int, right: int) -> float:
@@ -33,12 +25,10 @@ def pass_at(k: int, answers: int, right: int) -> float:
 
 def means_of(reported: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return each number's mean over the answers that report it, by name, for the `MOST_REPORTED` most frequent names."""
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for numbers in reported:
-        for name, value in numbers.items():
-            values[name].append(value)
-    known = sorted(values, key=lambda name: (-len(values[name]), name))[:MOST_REPORTED]
-    return {name: fmean(values[name]) for name in sorted(known)}
+    answers = list(reported)
+    counts = Counter(name for numbers in answers for name in numbers)
+    known = sorted(counts, key=lambda name: (-counts[name], name))[:MOST_REPORTED]
+    return {name: fmean(numbers[name] for numbers in answers if name in numbers) for name in sorted(known)}
 
 
 @dataclass(frozen=True)
@@ -51,8 +41,11 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        mean = fmean(values)
-        return cls(mean, *wilson_interval(mean, len(values)))
+        """Return the mean of one or more `values` in [0, 1], one per problem, and its 95 % interval."""
+        mean, spread = fmean(values), _Z * _Z / len(values)
+        middle = mean + spread / 2
+        half = _Z * math.sqrt((mean * (1 - mean) + spread / 4) / len(values))
+        return cls(mean, max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread)))
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class Accuracy:
     """Accuracy on one set of problems, in the form of metrics.jsonl and summary.json. `accuracy`: mean share of right answers,
     over problems with a verdict. `lower_bound`: share of right answers if the `unanswered` answers without a verdict count as
     wrong. `pass_at`: estimates for k = 2, 4, 8, … and for the number of answers per problem, each over problems with at least k
-    verdicts."""
+    verdicts. `reported`: the `means_of` numbers that environments or rewards report."""
 
     accuracy: Estimate
     lower_bound: float
@@ -70,8 +63,7 @@ class Accuracy:
 
 
 def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
-    """Return the accuracy, or None if there is no verdict. `verdicts` has one list per problem, all of the same length: True =
-    right, False = wrong, None = no verdict."""
+    """Return the accuracy; None without a verdict. `verdicts`: lists of equal length, one per problem (None = no verdict)."""
     problems = list(verdicts)
     asked = max(map(len, problems), default=0)
     known = [[one for one in answers if one is not None] for answers in problems]
@@ -79,9 +71,7 @@ def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
         return None
     ks = sorted({asked, *(2**power for power in range(1, asked.bit_length()))} - {1})
     passed = {k: [pass_at(k, len(answers), sum(answers)) for answers in known if len(answers) >= k] for k in ks}
-    return Accuracy(
-        Estimate.of([fmean(answers) for answers in known if answers]),
-        sum(map(sum, known)) / (asked * len(problems)),
-        asked * len(problems) - sum(map(len, known)),
-        {str(k): Estimate.of(values) for k, values in passed.items() if values},
-    )
+    accuracy = Estimate.of([fmean(answers) for answers in known if answers])
+    num_answers = asked * len(problems)
+    lower_bound, unanswered = sum(map(sum, known)) / num_answers, num_answers - sum(map(len, known))
+    return Accuracy(accuracy, lower_bound, unanswered, {str(k): Estimate.of(values) for k, values in passed.items() if values})

@@ -1,12 +1,12 @@
 """Compute, for an autoscaler, how many actors would keep the trainer busy within the lag bound.
 
-**Consumption.** A step uses up n sequences (trained, dropped or failed) in s seconds, not counting its waits for sequences. The
-trainer could thus consume `C = n / s` sequences a second. C is the median over the last steps.
+**Consumption.** A step uses up x sequences (trained, dropped or failed) in s seconds, not counting its waits for sequences. The
+trainer could thus consume `C = x / s` sequences a second. C is the median over the last steps.
 
 **Production.** A full actor finishes P sequences a second, measured while nearly all H slots are in use. While slots are empty,
-the last such value is kept, because a lower rate only means that the lag bound gives the actor less work. Until the actors have
-been full once, P is estimated from the rate p at a share `o` of used slots. P is between p (already saturated) and p / o
-(batching costs nothing); the estimate is their geometric mean, `p / sqrt(o)`.
+P is the last such value, or the actor's rate if that is higher. A lower rate only means that the lag bound gives the actor less
+work. Until actors have been full once, P is estimated from the rate p at a share `o` of used slots. P is between p (already
+saturated) and p / o (batching costs nothing); the estimate is their geometric mean, `p / sqrt(o)`.
 
 **Replicas.** `C / P` actors keep up with the trainer, and at least one is wanted. More than `ceil(M / H)` would leave slots
 empty. M is the number of sequences that may be issued before the first step: (1 + max_lag) * B, or G * B in conventional mode,
@@ -50,11 +50,6 @@ def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float
                 produced.popleft()
             return finished / busy_s, slots_s / busy_s
     return None
-
-
-def full_rate(rate: float, occupancy: float, known: float | None) -> float:
-    """Estimate P from an actor's `rate` at `occupancy` (0, 1]; `known` is the rate measured when it was full."""
-    return max(rate, known) if known is not None else rate / math.sqrt(min(1.0, occupancy))
 
 
 def replicas_wanted(needed: float, most: int, current: int | None = None) -> int:
@@ -112,5 +107,7 @@ class ReplicasWanted:
         known = full[0] if full else None
         if lately is None:
             return known
-        occupancy = max(lately[1], 1.0) / self._slots
-        return known if known is not None and occupancy >= FULL else full_rate(lately[0], occupancy, known)
+        rate, occupancy = lately[0], min(1.0, max(lately[1], 1.0) / self._slots)
+        if known is None:
+            return rate / math.sqrt(occupancy)
+        return known if occupancy >= FULL else max(rate, known)

@@ -11,21 +11,18 @@ that is too old is lost and leaves N, so the bound never starves the trainer. v 
 
 In conventional mode, phase p covers versions pG .. pG + G - 1 and issues exactly G * K groups (B * G sequences).
 
-**Freshness.** With the bound alone, actors that are faster than the trainer would fill a queue, in which every sequence becomes
-as old as the bound allows. Pipeline mode therefore limits the samples in flight. A sample is in flight if its group was issued
-and not lost, and the step that uses it has not begun. A sample that has arrived and waits for others of its group does not
-count.
+**Freshness.** With the bound alone, actors that are faster than the trainer would fill a queue, and every sequence would become
+as old as the bound allows. Pipeline mode therefore limits the samples in flight. A sample is in flight from its issue until the
+step that uses its group begins, or the group is lost. While a sample waits for others of its group, it does not count.
 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: A * H for full slots, a next group of n for each actor,
 and B for a waiting batch. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait, unless max_lag
-caused the wait. It falls if each of `limit / B + 1` successive steps leaves two or more complete groups over. Groups
-left over at each step only make sequences older. The limit falls by a quarter of the smallest number left over, rounded up.
-Steps count only after all groups issued before the last change are complete. When an actor leaves, the limit returns to its
-ceiling, because the actor's samples stay in flight for up to half a minute.
+caused the wait. If `limit / B + 1` successive steps each leave two or more complete groups over, it falls by a quarter of the
+smallest number left over, rounded up. Steps count only after all groups issued before the last change are complete. When an
+actor leaves, the limit returns to its ceiling, because the actor's samples stay in flight for up to half a minute.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
-version is (incarnation, number): after a restart from v = 20, version 25 of the previous incarnation is a policy that no longer
-exists, although the number will be used again.
+version is (incarnation, number). After a restart from v = 20, version 25 of the previous incarnation no longer exists.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from pipelinerl.errors import FieldError
 from pipelinerl.messages.sequences import PolicyVersion, Sequence, VersionSpan
@@ -129,9 +126,8 @@ class IssueBounds:
         return self._held_back > 0 and not self._waited
 
     def begin_step(self, num_actors: int, groups: IssuedGroups, wait_share: float, *, for_max_lag: bool) -> None:
-        """Adapt the freshness limit when a step has received its batch. `wait_share`: share of the time since the previous step
-        in which the trainer waited for sequences. `for_max_lag`: True if the staleness bound caused this wait, which a higher
-        freshness limit would not shorten."""
+        """Adapt the freshness limit when a step has its batch. `wait_share`: share of the time since the previous step that was
+        spent waiting for sequences. `for_max_lag`: the staleness bound caused the wait, so a higher limit would not help."""
         self.steps_begun += 1
         limit = self.limit(num_actors)
         if limit is None:
@@ -250,22 +246,14 @@ def smallest_group(baseline: Baseline) -> int:
     return 2 if baseline == "leave_one_out" else 1
 
 
-def group_advantages(
-    rewards: list[float] | tuple[float, ...] | NDArray[np.floating],
-    baseline: Baseline = "leave_one_out",
-    normalize_std: bool = False,
-) -> NDArray[np.float64]:
+def group_advantages(rewards: ArrayLike, baseline: Baseline, normalize_std: bool = False) -> NDArray[np.float64]:
     """Return the advantage of each sample of one group, float64[n], for rewards [n].
 
     `group_mean`: r_i - mean(r) (GRPO, arXiv 2402.03300). `leave_one_out`: r_i - mean of the others (RLOO, arXiv 2402.14740),
     which is n / (n - 1) times the former. `normalize_std` then divides by the group's sample standard deviation plus
     `STD_FLOOR`. Equal rewards give exactly 0. `value`: r_i itself; the trainer subtracts the learned baseline token by token.
-    Raises `FieldError` for non-finite rewards and for fewer than `smallest_group(baseline)` of them."""
+    Rewards are finite, and n is at least `smallest_group(baseline)`."""
     values = np.asarray(rewards, dtype=np.float64)
-    if not np.isfinite(values).all():
-        raise FieldError("rewards", values.tolist(), "rewards must be finite; fail such samples before this point")
-    if values.size < smallest_group(baseline):
-        raise FieldError("rewards", values.tolist(), f"baseline {baseline} needs {smallest_group(baseline)} samples")
     if baseline == "value":
         return values.copy()
     shifted = values - values[0]
@@ -274,11 +262,6 @@ def group_advantages(
     if normalize_std and values.size > 1:
         advantages = advantages / (values.std(ddof=1) + STD_FLOOR)
     return advantages
-
-
-def all_equal(rewards: list[float] | tuple[float, ...] | NDArray[np.floating]) -> bool:
-    values = np.asarray(rewards, dtype=np.float64)
-    return bool((values == values[0]).all())
 
 
 def answer_reward(components: Mapping[str, float]) -> float | None:
@@ -291,7 +274,7 @@ def equally_right(samples: Iterable[Sequence]) -> bool:
     """Return whether all answers of a group earned the same reward. `filter_equal_rewards` (DAPO, arXiv 2503.14476) drops such
     groups. If rewards have answer terms, only these are compared, as equally right answers may differ in other terms."""
     earned = ((answer_reward(sample.reward_components), sample.reward) for sample in samples)
-    return all_equal([reward if answer is None else answer for answer, reward in earned])
+    return len({reward if answer is None else answer for answer, reward in earned}) == 1
 
 
 CUTTING = ("ppo_clip", "grpo", "gspo")
@@ -302,12 +285,10 @@ MOST_CUT, CUT_STEPS = 0.25, 10
 
 def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
     """Return the warning about a clip range that cuts `share` of the tokens."""
-    fix = (
-        f"together with algorithm.clip_high ({algorithm.clip_high:g}) it cuts {share:.0%} of the tokens, which then have no "
-        "gradient. A token's ratio is relative to the policy that sampled it, up to max_lag steps ago; widen "
-        "algorithm.clip_low and algorithm.clip_high, or lower algorithm.max_lag or trainer.learning_rate"
-    )
-    return FieldError("algorithm.clip_low", algorithm.clip_low, fix)
+    cut = f"together with algorithm.clip_high ({algorithm.clip_high:g}) it cuts {share:.0%} of the tokens, which then have no"
+    why = "gradient. A token's ratio is relative to the policy that sampled it, up to max_lag steps ago"
+    fix = "widen algorithm.clip_low and algorithm.clip_high, or lower algorithm.max_lag or trainer.learning_rate"
+    return FieldError("algorithm.clip_low", algorithm.clip_low, f"{cut} {why}; {fix}")
 
 
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")

@@ -1,7 +1,7 @@
 """Account for every sequence: `issued = trained + dropped_stale + dropped_filtered + failed + in_flight`.
 
-`Ledger` has two events, issue and close, each O(1) per sequence. If the equation breaks, our code is wrong and the run stops.
-`SequenceTracker` keeps the ledger and the open groups consistent. Neither does IO; checkpoints store the result of `to_state`.
+`Ledger` has two events, issue and close, each O(1) per sequence. If the equation breaks, PipelineRL has a defect and the run
+ends. `SequenceTracker` keeps the ledger and the open groups consistent. Checkpoints store the result of its `to_state`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SKIPPED = "step skipped"
 
 
 class LedgerViolation(AssertionError):
-    """A sequence was issued twice, closed twice or closed without being issued, or the counts do not add up."""
+    """A sequence was issued twice, closed without being in flight or failed without a reason, or the counts do not add up."""
 
 
 STATES = ("issued", *(outcome.value for outcome in Outcome), "in_flight")
@@ -62,7 +62,7 @@ class Ledger:
         self._count("issued", len(ids))
 
     def close(self, sequence_ids: Iterable[str], outcome: Outcome, reason: str = "") -> None:
-        """Close sequences with an outcome; FAILED needs a `reason`. Raises `LedgerViolation` if one is not in flight."""
+        """Close sequences with an outcome. Raises `LedgerViolation` if one is not in flight, or fails without a `reason`."""
         ids = list(sequence_ids)
         for sequence_id in ids:
             if sequence_id not in self._in_flight:
@@ -87,7 +87,7 @@ class Ledger:
 
     @property
     def discrepancy(self) -> int:
-        """Return the issued sequences minus the sum of all other counts. Anything but 0 is a defect."""
+        """The number of issued sequences minus all other counts. Anything but 0 is a defect."""
         counts = self.counts  # read once, since another thread may change it
         return 2 * counts["issued"] - sum(counts.values())
 
@@ -171,9 +171,8 @@ class SequenceTracker:
         self.lost_groups += 1
 
     def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """Return all samples of the group that this sequence completes, by index; empty while samples are missing. Failed
-        samples of a complete group are closed. Raises `MessageError`, and changes nothing, if the sequence states a
-        different group size."""
+        """Return the samples of the group that this sequence completes, by index, and close the failed ones; () if it completes
+        none. Raises `MessageError`, and changes nothing, if the sequence states another group size."""
         group = self.open_groups.get(sequence.group_id)
         if group is None:
             return ()
@@ -194,7 +193,7 @@ class SequenceTracker:
         return samples
 
     def lose(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str) -> None:
-        """Close the sequences of a group that are still open, and count the group as lost, because none is trained on."""
+        """Close the open `sequences` of a group of which none is trained on, and count the group as lost."""
         self.close(sequences, outcome, reason)
         self.lost_groups += 1
 

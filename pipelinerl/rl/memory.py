@@ -1,4 +1,4 @@
-"""Data sheets of accelerators, and estimates of the memory that a run needs on them.
+"""Estimate the memory that a run needs on accelerators, and list their data sheets.
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds weights, gradients and optimizer state. Estimates need
 a model's size and, if possible, the size of its KV cache per token. In a mixture of experts, memory counts all experts, and
@@ -97,8 +97,7 @@ def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
 
 
 def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
-    """Return the GiB that a weight update needs on each accelerator outside vLLM's share. `ranks`: accelerators of an actor;
-    None = as in the recipe."""
+    """Return the GiB per accelerator that an update needs outside vLLM's share. `ranks`: per actor; None = the recipe's."""
     if loads_paused(recipe):
         return update_bytes(layer=model.layer_bytes * wire_bytes(recipe, model) / model.dtype_bytes) / GIB
     return update_bytes(sent_bytes(recipe, model) / (ranks or recipe.actor.engine.tensor_parallel_size)) / GIB
@@ -146,8 +145,8 @@ def engine_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
 
 
 def engine_shares(recipe: Recipe, model: Model, total_gib: float, left_gib: float) -> tuple[float, float]:
-    """Return the smallest share of an accelerator of `total_gib` that vLLM needs, and the largest that it may take if it shares
-    `left_gib` with a weight update."""
+    """Return the share of an accelerator of `total_gib` that vLLM needs, and the share that it may take. `left_gib` is the
+    memory for vLLM and a weight update together."""
     least, most = engine_gib(recipe, model) / total_gib, (left_gib - update_gib(recipe, model)) / total_gib
     return math.ceil(100 * least) / 100, math.floor(100 * most) / 100
 
@@ -171,10 +170,8 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
         enough = next((2**n for n in range(MOST_PER_ACTOR.bit_length()) if fits(2**n)), None)
         twice = "" if loads_paused(recipe) or sends_adapters(recipe) else ", which an update holds twice"
         overhead = ENGINE_GIB + (update_gib(recipe, model) if loads_paused(recipe) else UPDATE_GIB)
-        large = (
-            f"{weights:,.0f} GiB of weights{twice}, {longest:.1f} GiB of KV cache for one sequence of model.max_context, and "
-            f"{overhead:.3g} GiB of overhead on each accelerator do not fit accelerators of {memory_gib:,.0f} GiB"
-        )
+        large = f"{weights:,.0f} GiB of weights{twice}, {longest:.1f} GiB of KV cache for one sequence of model.max_context, "
+        large += f"and {overhead:.3g} GiB of overhead on each accelerator do not fit accelerators of {memory_gib:,.0f} GiB"
         fix = f"use {enough}" if enough else f"even {MOST_PER_ACTOR}, the maximum, are too few"
         return FieldError("actor.engine.tensor_parallel_size", size, f"{large}; {fix}")
     update, sent = update_gib(recipe, model), "adapters" if sends_adapters(recipe) else "weights"
@@ -195,8 +192,8 @@ def share_problem(recipe: Recipe, least: float, most: float, why: str = "") -> F
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 weights and gradients, two
-    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, these
-    are the adapters' states and the frozen weights, which are also the reference."""
+    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, only these have such states;
+    the model's weights are frozen and are also the reference."""
     moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
     each = (model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments
     if recipe.trainer.lora is not None:
@@ -205,9 +202,8 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
 
 
 def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
-    """Return the GiB that a rank on an actor's GPU needs while it computes, and that it keeps while the actor generates. The
-    two are equal without `actor.colocate`. Snapshots are in host memory. The trainer must recompute activations
-    (`trainer.gradient_checkpointing`)."""
+    """Return the GiB that a rank on an actor's GPU needs while it computes, and that it keeps while the actor generates; equal
+    without `actor.colocate`. This assumes snapshots in host memory, and `trainer.gradient_checkpointing`."""
     held = state_bytes(recipe, model) / GIB / (recipe.trainer.shard_ranks or recipe.trainer.ranks)
     computing = max(held / MODEL_STATE_SHARE, held + LEAST_ACTIVATIONS_GIB) + CONTEXTS_GIB
     return computing, held + CACHED_GIB + CONTEXTS_GIB if recipe.actor.colocate else computing
@@ -250,11 +246,9 @@ def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int)
     if recipe.trainer.shard_ranks:  # It must divide the number of ranks.
         field, nproc = "shard_ranks", recipe.trainer.ranks
         enough = str(next((number for number in range(fewest, nproc + 1) if nproc % number == 0), fewest))
-    fix = (
-        f"weights, gradients and optimizer state, shared by {counted(ranks, 'rank')}, take {state_gib:.1f} GiB per rank, which "
-        f"leaves less than {1 - MODEL_STATE_SHARE:.0%} of {memory_gib:,.0f} GiB for activations; use {enough} ranks"
-    )
-    return FieldError(f"trainer.{field}", getattr(recipe.trainer, field) or "auto", fix)
+    state = f"weights, gradients and optimizer state, shared by {counted(ranks, 'rank')}, take {state_gib:.1f} GiB per rank"
+    fix = f"which leaves less than {1 - MODEL_STATE_SHARE:.0%} of {memory_gib:,.0f} GiB for activations; use {enough} ranks"
+    return FieldError(f"trainer.{field}", getattr(recipe.trainer, field) or "auto", f"{state}, {fix}")
 
 
 def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tuple[str, str]]:
@@ -349,7 +343,6 @@ def accelerator_named(device_name: str) -> Accelerator | None:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of matrix products in bfloat16 on torch's device `device_name`; None if unknown, and for any other
-    `dtype`."""
+    """Return the peak FLOP/s of the device with torch's `device_name`; None if unknown or if `dtype` is not bfloat16."""
     sheet = accelerator_named(device_name)
     return sheet.flops if sheet and dtype == "bfloat16" else None

@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from pipelinerl.errors import FieldError
 
@@ -53,13 +53,10 @@ def pack(lengths: Sequence[int], budget: int) -> Bins:
 
 
 def plan_microbatches(lengths: Sequence[int], budget: int) -> Bins:
-    """Return as few micro-batches as `pack` needs, with tokens spread evenly if that still fits the budget."""
+    """Return as many micro-batches as `pack`, with tokens spread evenly if they still fit. Raises `FieldError` like `pack`."""
     packed, tokens = pack(lengths, budget), [int(length) for length in lengths]
     even, left = _Planner(tokens, tokens, budget, len(packed)).spread(_falling(tokens, range(len(tokens))))
     return packed if left else even
-
-
-Counts = Sequence[int] | NDArray[np.integer]
 
 
 @dataclass(frozen=True)
@@ -77,26 +74,18 @@ class CostModel:
     window: int = 0
     """Tokens that a query of a windowed layer attends to, including its own."""
 
-    def of(self, lengths: Counts, outputs: Counts | None = None) -> NDArray[np.float64]:
+    def of(self, lengths: ArrayLike, outputs: ArrayLike | None = None) -> NDArray[np.float64]:
         """Return each sequence's cost. `lengths`: tokens of each; `outputs`: predicted tokens of each, None = all tokens."""
         tokens = np.asarray(lengths, dtype=np.float64)
         predicted = tokens if outputs is None else np.asarray(outputs, dtype=np.float64)
         linear = self.per_token * tokens + self.per_output_token * predicted
-        pairs = self.per_pair * causal_pairs(tokens)
-        return linear + pairs + self.per_windowed_pair * causal_pairs(tokens, self.window)
+        beyond = np.maximum(tokens - self.window, 0)  # queries whose window leaves keys out
+        pairs, left_out = tokens * (tokens + 1) / 2, beyond * (beyond + 1) / 2
+        return linear + self.per_pair * pairs + self.per_windowed_pair * (pairs - left_out)
 
 
 UNIT_COST = CostModel(per_token=1.0)
 """Costs in tokens, for an unknown model."""
-
-
-def causal_pairs(tokens: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]:
-    """Return the number of pairs of causal attention over n tokens: n (n + 1) / 2, or fewer if a window bounds each query."""
-    all_pairs = tokens * (tokens + 1) / 2
-    if window is None:
-        return all_pairs
-    beyond = np.maximum(tokens - window, 0)
-    return all_pairs - beyond * (beyond + 1) / 2
 
 
 Slots = list[Bins]
@@ -130,8 +119,7 @@ class StepPlan:
         """Share of the ranks' time in which they wait for the costliest micro-batch of their slot, in [0, 1)."""
         if not self.cost:
             return 0.0
-        num_ranks = len(self.slots[0])
-        return max(0.0, 1 - sum(map(sum, self.costs)) / (num_ranks * self.cost))
+        return max(0.0, 1 - sum(map(sum, self.costs)) / (len(self.slots[0]) * self.cost))
 
 
 Prompt = tuple[Hashable, int]
@@ -148,7 +136,7 @@ def plan_step(
     budget: int,
     num_ranks: int,
     cost_model: CostModel = UNIT_COST,
-    outputs: Counts | None = None,
+    outputs: ArrayLike | None = None,
     prompts: Sequence[Prompt] | None = None,
 ) -> StepPlan:
     """Plan micro-batches of at most `budget` tokens for sequences of `lengths` tokens. `outputs`: as in `CostModel.of`.
@@ -190,18 +178,17 @@ class _Piece:
 def _pieces(lengths: list[int], prompts: Sequence[Prompt], most: int) -> list[_Piece]:
     """Return the sequences in pieces, longest first. A piece of several sequences takes at most `most` tokens."""
     pieces: list[_Piece] = []
-    open_pieces: dict[Hashable, _Piece] = {}
+    newest: dict[Hashable, int] = {}
     for index in _falling(lengths, range(len(lengths))):
         key, shared = prompts[index]
-        piece = open_pieces.get(key)
-        if piece is not None:
-            members = [*piece.members, index]
-            larger = _Piece(members, piece.tokens + lengths[index] - shared, piece.copied_tokens + shared)
+        if key in newest:
+            one = pieces[newest[key]]
+            larger = _Piece([*one.members, index], one.tokens + lengths[index] - shared, one.copied_tokens + shared)
             if larger.room <= most:
-                piece.members, piece.tokens, piece.copied_tokens = members, larger.tokens, larger.copied_tokens
+                pieces[newest[key]] = larger
                 continue
-        open_pieces[key] = _Piece([index], lengths[index])
-        pieces.append(open_pieces[key])
+        newest[key] = len(pieces)
+        pieces.append(_Piece([index], lengths[index]))
     return pieces
 
 

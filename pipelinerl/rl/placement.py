@@ -1,7 +1,7 @@
-"""Placement of a local run: which GPU each trainer rank and each actor gets, and what `auto` means on this machine.
+"""Place a local run: decide which GPU each trainer rank and each actor gets, and what `auto` means on this machine.
 
-A GPU belongs to one process, with one exception: on a single GPU, or with `actor.colocate`, the trainer's only rank and the
-only actor share it. vLLM then gets the memory that the trainer and weight updates leave.
+A GPU belongs to one process, unless a trainer rank and an actor share it. They do so on a single GPU, with `actor.colocate`,
+or if `--placement` says so. vLLM then gets the memory that the trainer and weight updates leave.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ class Placement(BaseModel):
         return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(group)}
 
 
-def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None) -> Recipe:
-    """Return the recipe with `count` actors and `ranks` trainer ranks; None keeps the recipe's number, and `auto` becomes 1."""
-    engine = recipe.actor.engine.model_copy(update={"gpu_memory_utilization": recipe.actor.engine.memory_share})
+def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None, share: float | None = None) -> Recipe:
+    """Return the recipe with `count` actors, `ranks` trainer ranks and vLLM's `share` of memory. None keeps the recipe's value;
+    if that is `auto`, a number becomes 1, and the share becomes vLLM's default."""
+    engine = recipe.actor.engine.model_copy(update={"gpu_memory_utilization": share or recipe.actor.engine.memory_share})
     actor = recipe.actor.model_copy(update={"count": recipe.actor.number if count is None else count, "engine": engine})
     trainer = recipe.trainer.model_copy(update={"nproc": ranks or recipe.trainer.ranks})
     return recipe.model_copy(update={"actor": actor, "trainer": trainer})
@@ -97,7 +98,7 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None)
 def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tuple[Recipe, Placement]:
     """Return the recipe with numbers instead of `auto`, and the placement that they describe. The trainer chooses its GPUs
     first, by NVLink and then by free memory. GPUs on which no actor fits are left out. `model`: None = its size is unknown, so
-    memory is not checked. Raises `FieldError` if the recipe's numbers do not fit; its fix names numbers that fit."""
+    memory is not checked. Raises `FieldError` if no GPU can be used, or if the recipe's numbers or the model do not fit."""
     if not (able := [device for device in devices if device.computes_in(recipe.model.dtype)]):
         raise _cannot_compute(recipe, devices[0])
     free = [device for device in able if device.free_bytes >= FREE_SHARE * device.total_bytes]
@@ -120,9 +121,8 @@ def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tup
 
 
 def pinned(recipe: Recipe, devices: Sequence[Device], text: str, model: Model | None) -> tuple[Recipe, Placement]:
-    """Return the recipe and the placement in `text`, which is a `Placement` in JSON. It may also name a GPU by its position in
-    `devices`. Its numbers of ranks and actors replace the recipe's. Raises `FieldError` for invalid JSON, unknown GPUs or wrong
-    sizes."""
+    """Return the placement in `text`, and the recipe with its numbers of ranks and actors. `text`: a `Placement` as JSON, which
+    may name a GPU by its position in `devices`. Raises `FieldError` for invalid JSON, unknown GPUs or wrong sizes."""
     try:
         given = Placement.model_validate_json(text)
     except ValidationError as error:
@@ -161,9 +161,6 @@ def table(placement: Placement, devices: Sequence[Device]) -> Iterator[str]:
         users += [f"actor-{index}" for index, group in enumerate(placement.actors) if device.uuid in group]
         memory = f"{device.free_bytes / GIB:.1f} of {device.total_bytes / GIB:.1f} GiB free"
         yield f"GPU {number}  {device.name}, {memory}  {' and '.join(users) or 'not used'}"
-
-
-# --- numbers ------------------------------------------------------------------------------------------------------------
 
 
 def _check_alone(recipe: Recipe, num_devices: int) -> None:
@@ -251,25 +248,21 @@ def _take(left: list[Device], number: int) -> tuple[str, ...]:
     return tuple(device.uuid for device in chosen)
 
 
-# --- checks and memory --------------------------------------------------------------------------------------------------
-
-
 def _with_numbers(
     recipe: Recipe, placement: Placement, devices: Sequence[Device], model: Model | None
 ) -> tuple[Recipe, Placement]:
     """Replace `auto` by numbers. Raises `FieldError` if the numbers, a related field or the model do not fit the GPUs."""
     known = {device.uuid: device for device in devices}
     changed = numbered(recipe, len(placement.actors), len(placement.trainer))
-    trainer, engine = changed.trainer, changed.actor.engine
+    trainer = changed.trainer
     for uneven in undivided(trainer, trainer.ranks):
         raise uneven
     for uuid in (*placement.trainer, *(uuid for group in placement.groups for uuid in group)):
         if not known[uuid].computes_in(recipe.model.dtype):
             raise _cannot_compute(recipe, known[uuid])
-    for field, group in (
-        ("trainer.nproc", placement.trainer),
-        *(("actor.engine.tensor_parallel_size", group) for group in placement.groups),
-    ):
+    sides = [("trainer.nproc", placement.trainer)]
+    sides += [("actor.engine.tensor_parallel_size", group) for group in placement.groups]
+    for field, group in sides:
         if len(group) > 1 and any(known[uuid].is_instance for uuid in group):
             raise FieldError(field, len(group), "MIG instances cannot exchange tensors; use 1, or whole GPUs")
     if model is not None and not placement.is_shared:
@@ -285,10 +278,8 @@ def _with_numbers(
     if (problem := share_problem(recipe, least, most)) is not None:
         raise problem
     share = recipe.actor.engine.gpu_memory_utilization or min(VLLM_SHARE, most)
-    engine = engine.model_copy(update={"gpu_memory_utilization": share})
-    changed = changed.model_copy(update={"actor": changed.actor.model_copy(update={"engine": engine})})
     of_trainer = max((room.trainer_share for room in rooms), default=0) or 1.0
-    return changed, placement.model_copy(update={"trainer_share": of_trainer})
+    return numbered(changed, share=share), placement.model_copy(update={"trainer_share": of_trainer})
 
 
 class _Room(NamedTuple):

@@ -31,8 +31,7 @@ from pipelinerl.rl.simulator import Simulation, Timing, simulate
 from pipelinerl.rl.throughput import MOST_STALE, DecodeCurve, Lengths, Split, conventional_rate, split
 
 BANDWIDTH_EFFICIENCY = DECODE_EFFICIENCY = 0.6
-"""Share of the data sheet's memory bandwidth and FLOP/s that decoding reaches. It fits the PipelineRL paper's curve for a 7B
-model on H100."""
+"""Share of the data sheet's bandwidth and FLOP/s that decoding reaches, fitted to the PipelineRL paper's 7B model on H100."""
 TRAINING_EFFICIENCY = 0.4
 NETWORK = 12.5e9
 """Bytes per second of a weight update: 100 Gbit/s."""
@@ -70,8 +69,7 @@ def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
 def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
     """Estimate speeds from the data sheet. A decode step reads weights and KV cache once and computes 2 FLOPs per active weight
     and sequence. If each token uses a share s of the weights (s < 1 in a mixture of experts), a step of H sequences reads the
-    share 1 - (1 - s)^H. Training computes 6 FLOPs per active weight and token, or 4 for a frozen weight. Samples of a group in
-    the same micro-batch share one prompt."""
+    share 1 - (1 - s)^H. Training computes 6 FLOPs per active weight and token, or 4 for a frozen weight."""
     per_actor = recipe.actor.engine.tensor_parallel_size
     prompt_tokens = longest_prompt(recipe)
     held_bytes = tokens_held(lengths, prompt_tokens) * model.kv_bytes
@@ -83,14 +81,9 @@ def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: L
 
     memory_gib, per_weight = accelerator.memory / GIB, 6 if recipe.trainer.lora is None else 4
     computed = per_weight * model.active * (1 + prompt_tokens / samples_per_prompt(recipe, lengths) / lengths.mean)
-    return Machine(
-        accelerator.name,
-        per_actor,
-        DecodeCurve(tuple((float(h), h / step_s(h)) for h in IN_PROGRESS)),
-        computed / (accelerator.flops * TRAINING_EFFICIENCY),
-        kv_cache_gib(recipe, model, memory_gib),
-        memory_gib,
-    )
+    decode = DecodeCurve(tuple((float(h), h / step_s(h)) for h in IN_PROGRESS))
+    training = computed / (accelerator.flops * TRAINING_EFFICIENCY)
+    return Machine(accelerator.name, per_actor, decode, training, kv_cache_gib(recipe, model, memory_gib), memory_gib)
 
 
 def longest_prompt(recipe: Recipe) -> int:
@@ -172,9 +165,8 @@ def make_plan(
     sequences_in_progress: int | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Plan the fastest split of the accelerators within the recipe's lag limit. The recipe must have no `misfits`.
-    `sequences_in_progress`: H, None = the best. `tell` is called before each simulation. Raises `FieldError` if the lag limit
-    allows no split."""
+    """Plan the fastest split within the recipe's lag limit. The recipe must have no `misfits`. `sequences_in_progress`: H; None
+    = the best. `tell` is called before each simulation. Raises `FieldError` if the limit allows no split."""
     held, most = tokens_held(lengths, longest_prompt(recipe)), most_in_progress(recipe, model, machine, lengths)
     fewest, max_lag = fewest_ranks(recipe, model, machine.memory_gib), recipe.algorithm.max_lag
     splits = possible_splits(recipe, model, machine, lengths, num_accelerators, sequences_in_progress)
@@ -201,9 +193,7 @@ def make_plan(
     kv_used_gib = h * held * model.kv_bytes / GIB
     state_gib = state_bytes(recipe, model) / GIB / chosen.num_trainers
     unused = num_accelerators - chosen.num_generators * machine.per_actor - chosen.num_trainers
-    takes = (
-        f"an actor takes {machine.per_actor}, and context_parallel and shard_ranks need a multiple of {rank_unit(recipe)} ranks"
-    )
+    takes = f"an actor takes {machine.per_actor}, and context_parallel and shard_ranks need a multiple of {rank_unit(recipe)}"
     reasons = (
         _why_this_split(chosen, max(splits, key=lambda one: one.rate), max_lag),
         _why_this_h(h, sequences_in_progress, most),
@@ -213,7 +203,7 @@ def make_plan(
         f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB, so at least {counted(fewest, 'rank')} must share the state",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for each "
         f"weight update ({update_s:.2g} s) adds to it",
-        *([f"unused: {counted(unused, 'accelerator')} of {num_accelerators:,}, because {takes}"] if unused else []),
+        *([f"unused: {counted(unused, 'accelerator')} of {num_accelerators:,}, because {takes} ranks"] if unused else []),
         *_warnings(recipe, machine, chosen, fewest, update_s),
     )
     conventional, steps = phase * lengths.mean / phase_s, recipe.trainer.steps
@@ -260,10 +250,8 @@ def _may_drop_less(one: Split, chosen: Split) -> bool:
 
 def _why_this_split(chosen: Split, fastest: Split, max_lag: int | None) -> str:
     times_as_fast = fastest.rate / chosen.rate
-    sides = (
-        f"{counted(chosen.num_generators, 'actor')} can make {chosen.generation:,.0f} tokens/s, and "
-        f"{counted(chosen.num_trainers, 'trainer rank')} can train on {chosen.training:,.0f}"
-    )
+    sides = f"{counted(chosen.num_generators, 'actor')} can make {chosen.generation:,.0f} tokens/s, and "
+    sides += f"{counted(chosen.num_trainers, 'trainer rank')} can train on {chosen.training:,.0f}"
     if times_as_fast * AS_FAST <= 1:
         return f"{sides}: no other split is noticeably faster"
     if fastest.largest_lag > (math.inf if max_lag is None else max_lag):
@@ -274,23 +262,22 @@ def _why_this_split(chosen: Split, fastest: Split, max_lag: int | None) -> str:
     return f"{sides}; {faster} would be {times_as_fast:.2f} times as fast, but {why}"
 
 
-def _why_this_h(h: int, given: int | None, most_in_progress: int) -> str:
+def _why_this_h(h: int, given: int | None, most: int) -> str:
+    """Return why the plan has H = `h`. `most`: number of sequences that an actor's KV cache holds."""
+    holds = f"the KV cache of an actor holds {counted(most, 'sequence')}"
     if given:
-        return f"H = {h} was given; the KV cache of an actor holds {counted(most_in_progress, 'sequence')}"
-    if h == max(one for one in IN_PROGRESS if one <= max(h, most_in_progress)):
-        holds = f"the KV cache of an actor holds {counted(most_in_progress, 'sequence')}"
+        return f"H = {h} was given; {holds}"
+    if h == max(one for one in IN_PROGRESS if one <= max(h, most)):
         return f"H = {h}: a larger H would decode faster, but {holds}, fewer than the next larger H that was tried"
     return f"H = {h}: a larger H would decode faster, but its sequences would be older when they are trained on"
 
 
 def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, update_s: float) -> Iterator[str]:
-    """Yield the reasons why the plan leaves accelerators unused, and why its figures may be wrong."""
+    """Yield warnings: weight updates bound the rate, fewer accelerators would be as fast, or the estimates are too high."""
     batch_size, max_lag = recipe.trainer.batch_size, recipe.algorithm.max_lag
     if AS_FAST * chosen.updates < min(chosen.generation, chosen.training):
-        yield (
-            f"a step takes as long as a weight update, {update_s:.2g} s: the trainer waits until its versions are served; "
-            f"raise trainer.batch_size (now {batch_size})"
-        )
+        why = f"a step takes as long as a weight update, {update_s:.2g} s: the trainer waits until its versions are served"
+        yield f"{why}; raise trainer.batch_size (now {batch_size})"
     actors = math.ceil(chosen.num_generators * chosen.rate / chosen.generation)
     unit = rank_unit(recipe)
     ranks = math.ceil(max(fewest, chosen.num_trainers * chosen.rate / chosen.training) / unit) * unit
@@ -298,40 +285,28 @@ def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, upda
     if enough < 0.8 * (chosen.num_generators * machine.per_actor + chosen.num_trainers):
         limits = f"trainer.batch_size (now {batch_size})"
         limits += "" if max_lag is None else f" or algorithm.max_lag (now {max_lag})"
-        yield (
-            f"{enough:,} accelerators would be as fast: {counted(actors, 'actor')} and {counted(ranks, 'trainer rank')}; "
-            f"to use all accelerators, raise {limits}"
-        )
+        fewer = f"{enough:,} accelerators would be as fast: {counted(actors, 'actor')} and {counted(ranks, 'trainer rank')}"
+        yield f"{fewer}; to use all accelerators, raise {limits}"
     step_s = float(machine.decode.step_time(chosen.sequences_in_progress))
     if machine.name in ACCELERATORS and step_s < FASTEST_STEP_S:
-        yield (
-            f"according to the data sheet, a decode step takes {1000 * step_s:.2g} ms, without an engine's overhead: "
-            "expect a lower rate, or give measured figures with --accelerator FILE"
-        )
+        sheet = f"according to the data sheet, a decode step takes {1000 * step_s:.2g} ms, without an engine's overhead"
+        yield f"{sheet}: expect a lower rate, or give measured figures with --accelerator FILE"
 
 
 def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, update_s: float) -> tuple[Simulation, float]:
     """Simulate the split. Return the simulation and the simulated share of the system. If the system is large, simulate a
     smaller one with the same proportions; only its random variation is larger."""
-    warmup_steps = 2 * chosen.largest_lag + 5
-    steps = max(20, chosen.largest_lag)
+    h = chosen.sequences_in_progress
+    warmup_steps, steps = 2 * chosen.largest_lag + 5, max(20, chosen.largest_lag)
     per_step, group_size = groups_per_step(recipe), recipe.sampling.group_size
-    cost = (warmup_steps + steps) * max(
-        chosen.sequences_in_progress * chosen.num_generators / _MOST_SPANS, per_step * group_size / _MOST_SEQUENCES
-    )
+    cost = (warmup_steps + steps) * max(h * chosen.num_generators / _MOST_SPANS, per_step * group_size / _MOST_SEQUENCES)
     num_actors, num_groups = _part(chosen.num_generators, per_step, max(1.0, cost))
     share = num_actors / chosen.num_generators
-    part = recipe.model_copy(
-        update={
-            "mode": "pipeline",
-            "actor": recipe.actor.model_copy(update={"sequences_in_progress": chosen.sequences_in_progress}),
-            "trainer": recipe.trainer.model_copy(update={"batch_size": num_groups * group_size, "steps": 10_000_000}),
-        }
-    )
-    played = simulate(
-        part, Timing(machine.decode, machine.training, transfer=update_s), lengths,
-        num_actors=num_actors, num_ranks=chosen.num_trainers * share, warmup_steps=warmup_steps, steps=steps,
-    )  # fmt: skip
+    actor = recipe.actor.model_copy(update={"sequences_in_progress": h})
+    trainer = recipe.trainer.model_copy(update={"batch_size": num_groups * group_size, "steps": 10_000_000})
+    part = recipe.model_copy(update={"mode": "pipeline", "actor": actor, "trainer": trainer})
+    timing, num_ranks = Timing(machine.decode, machine.training, transfer=update_s), chosen.num_trainers * share
+    played = simulate(part, timing, lengths, num_actors=num_actors, num_ranks=num_ranks, warmup_steps=warmup_steps, steps=steps)
     return played, share
 
 

@@ -1,6 +1,6 @@
 """Simulate a run, to find how groups, queues, waiting, weight updates and chance change the rates of `throughput.py`.
 
-Actors, feeder, intake and trainer behave as the services do, and ask `groups.py` how much may be issued, which sequences are
+Actors, feeder, intake and trainer behave as the services do. They ask `groups.py` how much may be issued, which sequences are
 stale and when a phase begins. Between two changes of an actor's batch all its decode steps take the same time, so only steps at
 which something changes are events.
 
@@ -61,7 +61,6 @@ class Simulation:
     steps: int = 0
     duration: float = 0.0
     sequences: int = 0
-    tokens: int = 0
     lag_histogram: Counter[int] = field(default_factory=Counter)
     actor_idle: float = 0.0
     empty_slots: float = 0.0
@@ -72,7 +71,7 @@ class Simulation:
     @property
     def rate(self) -> float:
         """Completion tokens trained on, per unit of time."""
-        return self.tokens / self.duration
+        return self.lag_histogram.total() / self.duration
 
     @property
     def stale_share(self) -> float:
@@ -117,7 +116,7 @@ class _Actor:
     count: int = 0
     since: float = 0.0
     step: float = 0.0
-    """`since` and `step` are the start and the duration of the current decode step."""
+    """`count`: decode steps that were complete at time `since`. `step`: duration of each decode step since then."""
     batch: list[tuple[int, int, int, _Group]] = field(default_factory=list)
     """Heap of sequences in progress: (last step, tie-breaker, first step, group)."""
     joining: list[tuple[int, _Group]] = field(default_factory=list)
@@ -129,19 +128,10 @@ class _Actor:
     to_swap: int | None = None
     wake: int = 0
     """Number of the newest scheduled event; earlier ones are ignored."""
-    until: float = 0.0
-    busy: float = 0.0
-    slot_time: float = 0.0
-    """`busy` (time with anything in progress) and `slot_time` (summed over used slots) are counted up to `until`."""
 
     @property
     def slots_in_use(self) -> int:
         return len(self.batch) + len(self.joining)
-
-    def add_up(self, now: float) -> None:
-        passed, self.until = now - self.until, now
-        self.busy += passed if self.batch else 0.0
-        self.slot_time += passed * len(self.batch)
 
 
 class _Run:
@@ -179,27 +169,32 @@ class _Run:
         """Fresh samples of each group of the next step or phase."""
         self.offered = self.served = -1
         self.counted = Simulation()
-        self.computing = 0.0
+        self.counted_from = self.computing = self.busy = self.slot_time = 0.0
+        """Start of the counted time, and sums of time since then: of optimizer steps, busy actors and used slots."""
 
     def result(self, first: int, last: int) -> Simulation:
         """Run until version `last` and return the totals since version `first`."""
         self._resume(self._optimizer_loop())
         while self.version < first:
             self._next_event()
-        began_at, self.counted, self.computing = self.now, Simulation(), 0.0
-        for actor in self.actors:
-            actor.until, actor.busy, actor.slot_time = self.now, 0.0, 0.0
+        self.counted, self.counted_from = Simulation(), self.now
+        self.computing = self.busy = self.slot_time = 0.0
         while self.version < last:
             self._next_event()
         for actor in self.actors:
-            actor.add_up(self.now)
-        counted, duration = self.counted, self.now - began_at
+            self._add_up(actor)
+        counted, duration = self.counted, self.now - self.counted_from
         everybody = duration * len(self.actors)
         counted.duration = duration
-        counted.actor_idle = max(0.0, 1 - sum(actor.busy for actor in self.actors) / everybody)
-        counted.empty_slots = max(0.0, 1 - sum(actor.slot_time for actor in self.actors) / (everybody * self.slots))
+        counted.actor_idle = max(0.0, 1 - self.busy / everybody)
+        counted.empty_slots = max(0.0, 1 - self.slot_time / (everybody * self.slots))
         counted.trainer_idle = max(0.0, 1 - self.computing / duration)
         return counted
+
+    def _add_up(self, actor: _Actor) -> None:
+        passed = self.now - max(actor.since, self.counted_from)
+        self.busy += passed if actor.batch else 0.0
+        self.slot_time += passed * len(actor.batch)
 
     def _next_event(self) -> None:
         self.now, _, happen = heapq.heappop(self.events)
@@ -240,7 +235,7 @@ class _Run:
             return
         if actor.batch:
             actor.count += round((self.now - actor.since) / actor.step)
-        actor.add_up(self.now)
+        self._add_up(actor)
         actor.since = self.now
         batch, finished = actor.batch, []
         while batch and batch[0][0] <= actor.count:
@@ -368,11 +363,9 @@ class _Run:
 
     def _count(self, batch: list[list[_Sample]], version: int) -> None:
         self.counted.steps += 1
-        for group in batch:
-            self.counted.sequences += len(group)
-            for span in chain.from_iterable(group):
-                self.counted.tokens += span.end - span.start
-                self.counted.lag_histogram[version - span.version] += span.end - span.start
+        self.counted.sequences += sum(map(len, batch))
+        for span in chain.from_iterable(chain.from_iterable(batch)):
+            self.counted.lag_histogram[version - span.version] += span.end - span.start
 
     def _offer(self) -> _Process:
         """Send the new version once the previous one is served. In conventional mode, then wait until the new one is served."""

@@ -1,9 +1,9 @@
 """Compute in closed form the highest throughput and the largest lag of conventional RL and of the pipeline (PipelineRL paper,
 appendix A).
 
-A generator with h sequences in progress makes U(h) tokens per unit of time, a decode step takes h / U(h), and one rank trains
-on a token in τ. In the paper the unit is a *flash*, the time that a token takes at full utilisation, so U is a utilisation;
-with measured rates the unit is the second. All rates are completion tokens per unit of time, over all accelerators.
+A generator with h sequences in progress makes U(h) tokens per unit of time. A decode step takes h / U(h), and one rank trains
+on a token in τ. In the paper the unit is a *flash*, the time that a token takes at full utilisation, and U is a utilisation.
+With measured rates the unit is the second. All rates are completion tokens per unit of time, over all accelerators.
 
     r_gen  = K L̄ / Σ_l (h_l / U(h_l)),  h_l = K / N · share of the sequences with l tokens or more      conventional, generating
     r_conv = 1 / (1 / r_gen + τ / N)                                                                    conventional
@@ -30,9 +30,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DecodeCurve:
-    """U(h) from measured `points` (h, tokens per unit of time). The time of a decode step is linear between two points and
-    constant below the first; above the last, the rate is constant. Raises `FieldError` unless points are positive and h
-    ascends."""
+    """U(h) from measured `points` (h, tokens per unit of time). A decode step's time is linear between points and constant
+    below the first; above the last, the rate is constant. Raises `FieldError` unless all are above 0 and h ascends."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -107,25 +106,21 @@ def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: floa
 
 
 def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
-    """Return an error if the recipe's lag limit is below `lag`, the recipe's largest lag, and otherwise None. With a smaller
-    limit, the feeder issues too few groups to fill the actors, and sequences are too old when their group is complete. This
-    also holds for a limit of the mean lag, because short samples wait for the longest one of their group."""
+    """Return an error if the recipe's lag limit is below `lag`, its largest lag; otherwise None. With such a limit, the feeder
+    issues too few groups to fill the actors, and sequences are too old when their group is complete. A limit of the mean lag
+    has the same effects, because short samples wait for the longest one of their group."""
     max_lag = recipe.algorithm.max_lag
     if max_lag is None or lag <= max_lag:
         return None
     others = ", fewer actors, a smaller actor.sequences_in_progress, or a larger trainer.batch_size" if lag > 1 else ""
-    fix = (
-        f"is below the largest lag with full actors, ⌈H I L / (L̄ B)⌉ = {lag}: generation is throttled, and "
-        f"sequences are dropped as stale; use at least {lag}{others}"
-    )
-    return FieldError("algorithm.max_lag", max_lag, fix)
+    why = f"is below the largest lag with full actors, ⌈H I L / (L̄ B)⌉ = {lag}: generation is throttled, and sequences are"
+    return FieldError("algorithm.max_lag", max_lag, f"{why} dropped as stale; use at least {lag}{others}")
 
 
 def conventional_rate(
     curve: DecodeCurve, training_time: float, lengths: Lengths, num_sequences: int, num_accelerators: int
 ) -> float:
-    """Return r_conv. All accelerators generate `num_sequences` (K), spread evenly, and take no further ones. Then all train,
-    each token in `training_time` (τ)."""
+    """Return r_conv. All accelerators generate `num_sequences` (K), spread evenly; then all train, with τ = `training_time`."""
     # Between two lengths that occur, the number of unfinished sequences does not change.
     unfinished = np.cumsum(lengths.shares[::-1])[::-1] * (num_sequences / num_accelerators)
     decode_steps = np.diff(lengths.tokens, prepend=0)
@@ -136,7 +131,7 @@ def conventional_rate(
 @dataclass(frozen=True)
 class Split:
     """Accelerators divided into generators, each with H sequences in progress, and trainers. `generation`, `training` and
-    `updates` are the highest rates, in tokens per unit of time, that these activities allow."""
+    `updates` are the highest rates, in tokens per unit of time, that generation, training and weight updates allow."""
 
     num_generators: int
     num_trainers: int
@@ -162,12 +157,8 @@ def split(
     num_trainers: int,
     update_time: float = 0.0,
 ) -> Split:
-    return Split(
-        num_generators,
-        num_trainers,
-        sequences_in_progress,
-        curve.rate(sequences_in_progress) * num_generators,
-        num_trainers / training_time,
-        largest_lag(sequences_in_progress * num_generators, batch_size, lengths.longest, lengths.mean),
-        batch_size * lengths.mean / update_time if update_time else math.inf,
-    )
+    """Compute a split's rates and largest lag. `training_time`: τ; `update_time`: time of one weight update."""
+    generation, training = curve.rate(sequences_in_progress) * num_generators, num_trainers / training_time
+    lag = largest_lag(sequences_in_progress * num_generators, batch_size, lengths.longest, lengths.mean)
+    updates = batch_size * lengths.mean / update_time if update_time else math.inf
+    return Split(num_generators, num_trainers, sequences_in_progress, generation, training, lag, updates)

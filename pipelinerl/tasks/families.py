@@ -81,7 +81,7 @@ class OneLineFunctionConfig:
 
 class OneLineFunctionDataset(ProceduralDataset):
     """Problems such as `+3 *2 -1`, which lists operations on x in their order. The answer is a Python function such as
-    `def f(x):return(x+3)*2-1`. The model must learn where brackets belong. The metadata holds tests for the scorer `code`."""
+    `def f(x):return (x+3)*2-1`. The model must learn where brackets belong. The metadata holds tests for the scorer `code`."""
 
     def __init__(self, config: OneLineFunctionConfig) -> None:
         super().__init__(config=config, seed=config.seed, size=config.size)

@@ -27,8 +27,8 @@ FOUND_NONE = "reward.answer_pattern found no answer"
 
 
 def thoughts(text: str, prompt: str = "") -> list[tuple[int, int]]:
-    """Return start and end of each thought in a completion. The first may begin in `prompt`, as in some chat templates, and the
-    last may have no end. An end tag that closes nothing ends a thought that began where the previous one ended."""
+    """Return start and end of each thought in a completion. The first may begin in `prompt`, and the last may have no end. An
+    end tag that closes nothing ends a thought that began where the previous one ended, or with the completion."""
     found = list[tuple[int, int]]()
     begin = 0 if re.search(rf"(?:{_BEGINS_THOUGHT})\s*$", prompt) else None
     for tag in re.finditer(f"({_BEGINS_THOUGHT})|{_ENDS_THOUGHT}", text):

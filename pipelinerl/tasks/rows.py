@@ -1,6 +1,6 @@
-"""Rows of a data set, from files (JSONL, JSON, CSV, Parquet, compressed or not) or from the Hugging Face hub.
+"""Read the rows of a data set, from files (JSONL, JSON, CSV, Parquet, compressed or not) or from the Hugging Face hub.
 
-A row that cannot be read is yielded as a `BadRow`, so that the caller can report all such rows at once.
+The values of a row that cannot be read are a `BadRow`, so that the caller can report all such rows at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ ABSENT = object()
 LONGEST_LINE = 64 * 2**20
 """Maximum bytes of a line or of a CSV field."""
 LARGEST_WHOLE = 2 * 2**30
-"""Maximum bytes of a file that is read at once: a JSON array, or Parquet inside .gz or .zst."""
+"""Maximum bytes of a file that is read at once: a .json file, or Parquet inside .gz or .zst."""
 LARGEST_UNPACKED = 32 * 2**30
 """Maximum bytes of all lines of a file. Without this limit, a small compressed file could take unbounded time."""
 _FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -48,16 +49,11 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """A row with its place. `unit` is line, row or entry, and `number` counts these from 1."""
+    """A row of a file or of a hub data set. `place` in it: `line 7`, `row 7` or `entry 7`, counted from 1."""
 
     file: str
-    unit: str
-    number: int
+    place: str
     values: Values | BadRow
-
-    @property
-    def place(self) -> str:
-        return f"{self.file}, {self.unit} {self.number}"
 
 
 def value_in(row: Any, name: str) -> Any:
@@ -74,8 +70,8 @@ def value_in(row: Any, name: str) -> Any:
 
 
 def rows_of(config: TaskConfig) -> Iterator[Row]:
-    """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `UserError`, for instance `MissingPackage`
-    if a library is not installed, or `Lacking` if the hub cannot be reached."""
+    """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `UserError`: `MissingPackage` if a library
+    is not installed, `Lacking` if neither the hub nor its cache can give the rows, and others for mistakes in the data."""
     rows = _hub_rows(config) if config.source == "hub" else (row for path in files_at(config.path) for row in _file_rows(path))
     yield from islice(rows, config.max_rows or None)
 
@@ -84,13 +80,13 @@ def files_at(path: str) -> list[Path]:
     """Return the sorted files at a path, which may be a file, a folder or a pattern. Raises `FieldError` if there are none. The
     files of a folder must agree in format and split. Otherwise it would be unclear which of them hold the problems."""
     given = Path(path)
-    if given.is_dir():
+    if os.path.isdir(path):
         visible = [file for file in sorted(given.rglob("*")) if "/." not in f"/{file.relative_to(given)}"]
         found = [file for file in visible if known_format(file) and file.is_file()]
         lacking = f"this folder holds no {one_of(_FORMATS)} file"
         _check_alike(given, found)
     else:
-        found = [given] if given.is_file() else [Path(name) for name in sorted(glob.glob(path, recursive=True))]
+        found = [given] if os.path.isfile(path) else [Path(name) for name in sorted(glob.glob(path, recursive=True))]
         lacking = f"there is no such file{'' if given.is_absolute() else f' in {Path.cwd()}'}"
     if not (found := [file for file in found if file.is_file()]):
         raise FieldError("task.path", path, lacking)
@@ -125,15 +121,15 @@ def _file_rows(path: Path) -> Iterator[Row]:
     try:
         with _opened(path) as stream:
             for number, values in readers.get(kind, _jsonl_rows)(path, stream):
-                yield Row(name, unit, number, values)
+                yield Row(name, f"{unit} {number}", values)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
 def _opened(path: Path) -> io.BufferedIOBase:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return gzip.open(path)
-    if path.suffix in _COMPRESSIONS:
+    if path.suffix.lower() in _COMPRESSIONS:
         return io.BufferedReader(_pyarrow("reading zstd").CompressedInputStream(str(path), "zstd"))
     return path.open("rb")
 
@@ -159,7 +155,7 @@ def _lines(path: Path, stream: io.BufferedIOBase) -> Iterator[bytes]:
 def _whole(path: Path, stream: io.BufferedIOBase) -> bytes:
     content = stream.read(LARGEST_WHOLE + 1)
     if len(content) > LARGEST_WHOLE:
-        raise UserError(f"{path}: more than {LARGEST_WHOLE:,} bytes, too many for this format; use JSONL or unzipped Parquet")
+        raise UserError(f"{path}: holds more than {LARGEST_WHOLE:,} bytes; use JSONL or Parquet that is not inside .gz or .zst")
     return content
 
 
@@ -179,7 +175,7 @@ def _jsonl_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Va
 
 
 def _decoded(line: bytes, number: int = 1) -> str:
-    """Return the text of a file's line `number`. Raises `BadRow` if it is not UTF-8, or if a quarter of its bytes are 0."""
+    """Return the text of a file's line `number`. Raises `BadRow` if it is not UTF-8, or if a quarter or more of it is zeros."""
     try:
         text = line.decode()
         if 4 * line.count(0) < len(line):
@@ -256,7 +252,8 @@ def _parquet_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, 
 
     number = 0
     try:
-        for batch in ParquetFile(io.BytesIO(_whole(path, stream)) if path.suffix in _COMPRESSIONS else path).iter_batches():
+        is_packed = path.suffix.lower() in _COMPRESSIONS
+        for batch in ParquetFile(io.BytesIO(_whole(path, stream)) if is_packed else path).iter_batches():
             try:
                 rows = batch.to_pylist()
             except (ValueError, OverflowError):  # To find the bad row, read them one by one, which is slower.
@@ -286,26 +283,22 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
         raise MissingPackage("task.source = 'hub' needs the library datasets: pip install 'pipelinerl[trainer]'") from error
     where = "/".join(filter(None, (config.path, config.subset, config.split)))
     datasets.disable_progress_bars()
-    is_folder = Path(config.path).is_dir()
+    is_folder = os.path.isdir(config.path)
     commit = None if is_folder else _commit(config)
+    is_streamed = bool(config.max_rows) and (is_folder or commit is not None)
+    options = {"split": config.split, "revision": commit or config.revision or None, "streaming": is_streamed}
     was_offline = datasets.config.HF_HUB_OFFLINE
-    # Offline mode avoids half a minute of retries. `load_dataset` has no argument for it; its variable is read at import.
+    # Offline mode avoids half a minute of retries. `load_dataset` has no argument for it.
     datasets.config.HF_HUB_OFFLINE = was_offline or not (is_folder or commit)
     try:
-        found = datasets.load_dataset(
-            config.path,
-            config.subset or None,
-            split=config.split,
-            revision=commit or config.revision or None,
-            streaming=bool(config.max_rows) and (is_folder or commit is not None),
-        )
+        found = datasets.load_dataset(config.path, config.subset or None, **options)
         if not is_folder and commit is None and config.revision:
             _check_cached_commit(config, found)
         # Images and sounds are left out: problems do not use them, and reading them needs further packages.
         kinds = (found.features or {}).items()
         media = [name for name, kind in kinds if hasattr(kind, "decode") and type(kind).__name__ != "Json"]
         for number, row in enumerate(found.remove_columns(media), start=1):
-            yield Row(where, "row", number, row)
+            yield Row(where, f"row {number}", row)
     except UserError:
         raise
     except Exception as error:  # The errors of the library and its dependencies have no common base.
@@ -326,7 +319,8 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit of `task.revision`; None if the hub cannot be reached. Raises `FieldError` if the hub refuses it."""
+    """Return the commit of `task.revision`; None if the hub cannot be reached. Raises `FieldError` if the hub refuses access,
+    or does not have the data set or the revision."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

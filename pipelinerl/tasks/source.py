@@ -43,8 +43,6 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem."""
-
     question: str
     """The prompt; if the prompt is a list of messages, their JSON."""
     reference: Mapping[str, Any] = field(default_factory=dict)
@@ -71,7 +69,6 @@ class Source(Protocol):
 
     def problem(self, split: Split, index: int) -> Problem:
         """Return a problem. `index` is at least 0 and, for held-out problems, below `num_heldout`."""
-        ...
 
 
 class Interleaving:
@@ -110,7 +107,7 @@ def episode_seed(run_seed: int, split: Split, index: int) -> int:
 
 
 class SeededSource:
-    """Problems of an environment, which draws them from the episode's seed. The source `verifiers` selects them by number."""
+    """Problems of an environment, which draws them from the episode's seed. For `verifiers`, split and number select them."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems
@@ -150,13 +147,13 @@ class Division:
 
 
 class FileSource:
-    """Problems of files or of the hub. Raises `UserError`, which lists the places of bad rows."""
+    """Problems of files or of the hub. Raises `UserError`, which lists the places of the first bad rows."""
 
     def __init__(self, config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> None:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Number of problems with a repeated question; place and text of the first; number of those with another answer."""
+        """Number of problems with a repeated question, the first one's place and text, and the number with another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
@@ -186,7 +183,7 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
             absent[wrong.absent] += 1
             found = found or ", ".join(field_names(row.values))
             if num_wrong <= _MOST_TOLD:
-                told.append(f"{row.place}: {wrong}".removeprefix(f"{config.path}, "))
+                told.append(f"{row.file}, {row.place}: {wrong}".removeprefix(f"{config.path}, "))
         else:
             yield problem
     for name in (key for key, count in absent.items() if key and count == num_rows):
@@ -226,7 +223,7 @@ def _problem(given: Row, config: TaskConfig) -> Problem:
         raise row
     question, messages = prompt_of(row, config)
     file = given.file.removeprefix(config.path)
-    place = f"{given.unit} {given.number}{f' of {file}' if file else ''}"
+    place = f"{given.place} of {file}" if file else given.place
     return Problem(question, _reference(row, config), tuple(messages), place, file)
 
 
@@ -378,11 +375,9 @@ class ReasoningGymSource:
         if self._compact:  # the expression, such as `12+7-5=`, for models that know no words
             expression = entry.get("metadata", {}).get("expression")
             if not isinstance(expression, str):
-                fix = "this family's problems have no expression; use plain or chat"
-                raise FieldError("task.prompt_style", "compact", fix)
+                raise FieldError("task.prompt_style", "compact", "this family's problems have no expression; use plain or chat")
             question = expression.replace(" ", "") + "="
-        reference = {"answer": entry["answer"], "dataset": self._family, "entry": entry}
-        return Problem(question, reference)
+        return Problem(question, {"answer": entry["answer"], "dataset": self._family, "entry": entry})
 
     def _entry(self, split: Split, block: int, within: int) -> dict[str, Any]:
         """Return one entry. Only this entry is generated, because a slow family takes a second for each."""
@@ -390,7 +385,7 @@ class ReasoningGymSource:
             dataset, seed = self._block(split, block)
             with _global_random(seed + within):
                 return dict(dataset[within])
-        except (TypeError, ValueError, AssertionError) as error:
+        except Exception as error:  # Families raise errors of any type.
             raise FieldError("task.config", self._config, f"{self._family} refuses it: {error}") from error
 
     def _make_block(self, split: Split, block: int) -> tuple[Any, int]:

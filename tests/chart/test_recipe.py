@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from pipelinerl.commands.validate import chart_problems
-from pipelinerl.recipe.fields import EPISODIC, Recipe, TaskConfig
+from pipelinerl.recipe.fields import Recipe, TaskConfig
 from pipelinerl.recipe.loading import load_recipe
 from tests.chart.rendering import CHART, CPU_VALUES, ROOT, SERVICES, HelmError, Rendered, render
 
@@ -58,7 +58,7 @@ def test_the_chart_knows_the_tasks_that_have_episodes() -> None:
         evaluated = {"evaluation": {"sets": [{"name": "of the run's own task"}, second]}}
         for more in ({"task": None, "tasks": [{"task": one["task"]}, second]}, evaluated):
             rendered = render({"recipe": {"inline": {**one, **more}}})
-            assert ("episodes" in rendered.pod("actor").ports) == (source in EPISODIC), (source, more)
+            assert ("episodes" in rendered.pod("actor").ports) == TaskConfig(source=source).is_episodic, (source, more)
 
 
 PROMPT = 'Put it in \\boxed{}: "yes"\n  and: no # really\n{{ .Values }}'

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from pipelinerl.rl.accuracy import Estimate, accuracy_of, pass_at, wilson_interval
+from pipelinerl.rl.accuracy import Estimate, accuracy_of, pass_at
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ from pipelinerl.rl.accuracy import Estimate, accuracy_of, pass_at, wilson_interv
 )
 def test_wilson_intervals(share: float, trials: int, low: float, high: float) -> None:
     """As tables and other programs have them."""
-    assert wilson_interval(share, trials) == pytest.approx((low, high), abs=2e-5)
+    assert Estimate.of([share] * trials) == Estimate(*(pytest.approx(one, abs=2e-5) for one in (share, low, high)))
 
 
 def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers() -> None:
@@ -25,11 +25,11 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers() -> None:
 
 def test_answers_without_a_verdict_are_left_out_of_the_mean_and_wrong_in_the_lower_bound_and_none_is_nothing() -> None:
     known = accuracy_of([[True, True, False, False], [True, None, False, None], [None] * 4, [False] * 4])
-    assert known.accuracy == Estimate(pytest.approx((0.5 + 0.5 + 0) / 3), *wilson_interval(known.accuracy.value, 3))
+    assert known.accuracy == Estimate.of([0.5, 0.5, 0.0])
     assert (known.lower_bound, known.unanswered) == (3 / 16, 6)
     # k = 2: 1 - C(2, 2) / C(4, 2) = 5/6 of the first, 1 of the second, 0 of the last; k = 4: of those with four verdicts.
     assert {k: one.value for k, one in known.pass_at.items()} == {"2": pytest.approx(11 / 18), "4": 0.5}
-    assert known.pass_at["4"].low == wilson_interval(0.5, 2)[0]
+    assert known.pass_at["4"] == Estimate.of([1.0, 0.0])
     known = accuracy_of([[True], [None], [False]])
     assert (known.accuracy.value, known.lower_bound, known.unanswered, known.pass_at) == (0.5, 1 / 3, 1, {})
     assert accuracy_of([[None], [None]]) is None

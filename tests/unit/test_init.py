@@ -230,6 +230,7 @@ def test_a_recipe_finds_what_is_beside_it_and_a_run_keeps_its_modules(workplace:
     assert [one.task.path for one in places.values()] == ["mine/problems.jsonl", "mine/*.csv"]
     Path("mine/a [1].csv").touch()
     assert found_beside({"task": {"path": "a [1].csv"}}, Path("mine"))["task"] == {"path": "mine/a [1].csv"}
+    assert found_beside({"task": {"path": "a" * 256}}, Path("mine"))["task"] == {"path": "a" * 256}
     run_dir = create_run_dir("mine", datetime.now(), path=workplace / "run")
     run_dir.keep_modules(Path("mine"))
     run_dir.keep_modules(None)

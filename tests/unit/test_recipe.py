@@ -79,6 +79,7 @@ def test_scientific_notation_is_a_number_and_text_stays_text() -> None:
         ("a: 1\n\tb: 2\n", 2, "cannot start any token"),
         ("a: !!python/object:os.system 1\n", 1, "could not determine a constructor"),
         ("a: \x00\n", 0, "not a text file"),
+        ("a: 2026-13-01\n", 0, "a value is invalid: month must be in 1..12"),
     ],
 )
 def test_yaml_mistakes_are_named_by_line(text: str, line: int, said: str) -> None:
@@ -105,8 +106,8 @@ def test_names_are_looked_up_in_order_and_listed(tmp_path: Path, monkeypatch: py
     assert find_recipe("arithmetic") == Path("recipes/arithmetic.yaml")
     assert find_recipe("gsm") == RECIPES / "gsm.yaml"
     assert find_recipe(RECIPES / "arithmetic.yaml") == RECIPES / "arithmetic.yaml"
-    with pytest.raises(FieldError, match=r"recipe = 'othr': no such file; give a path or one of: another, arithmetic"):
-        find_recipe("othr")
+    with pytest.raises(FieldError, match=r"recipe = 'oooo.*: no such file; give a path or one of: another, arithmetic"):
+        find_recipe("o" * 256)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
@@ -417,9 +418,9 @@ def found(*overrides: str, **sections: Any) -> dict[str, tuple[str, bool]]:
 
 
 MISTAKES = [
-    ("model={source: path, name: DIR/m}", "model.name", "is not a folder"),
+    (f"model={{source: path, name: DIR/{'m' * 256}}}", "model.name", "is not a folder"),
     ("model={source: path, name: DIR}", "model.name", "has no config.json"),
-    ("task={source: jsonl, path: DIR/none.jsonl}", "task.path", "there is no such file"),
+    (f"task={{source: jsonl, path: DIR/{'n' * 256}}}", "task.path", "there is no such file"),
     ("task={source: jsonl, path: DIR/broken.jsonl}", "task.path", "broken.jsonl, line 1: not JSON"),
     ("task={source: jsonl, path: DIR/nine.jsonl, heldout_problems: 9}", "task.heldout_problems", "9 distinct problems"),
     ("task={name: chain_sm}", "task.name", "did you mean chain_sum or "),
@@ -466,6 +467,11 @@ def test_what_is_a_mistake_and_what_is_lacking(
         ("model.safetensors", -3, "model.safetensors has 74 bytes, but its header says 77; copy the broken files again"),
         ("model.safetensors", 5, "model.safetensors is not a safetensors file, or its header is incomplete"),
         ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is not a safetensors file"),
+        (
+            "model.safetensors",
+            b"\x1f" + bytes(7) + b'{"a": {"data_offsets": [0, 0]}}',
+            "model.safetensors is not a safetensors file",
+        ),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors, among the 1 weight"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "config.json"}}', "delete one, since actors may"),
         ("adapter_config.json", b"{}", "has a LoRA adapter, which actors would not apply; merge it into the model"),
@@ -827,7 +833,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         ({"source": "tools", "path": "p.jsonl"}, "task.tools", "needs functions"),
         ({"source": "verifiers", "name": "any", "path": "p.jsonl"}, "task.path", "the environment brings the problems"),
         ({"source": "verifiers", "name": "any"}, "reward.sandbox", "a sandbox would block the servers"),
-        ({"source": "agent", "path": "p.jsonl"}, "task.command", "needs a program"),
+        ({"source": "agent", "path": "p.jsonl", "command": " "}, "task.command", "needs a program"),
         ({"source": "tools", "path": "p.jsonl", "tools": ["a:f", "b:f"]}, "task.tools", "several functions of the same name"),
         ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
         ({"source": "agent", "command": "a", "path": "p"}, "reward.overlong.buffer_tokens", "answer has no length in tokens"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pipelinerl.rl.autoscaling import ReplicasWanted, full_rate, replicas_wanted
+from pipelinerl.rl.autoscaling import ReplicasWanted, replicas_wanted
 from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.reporting.metrics import replica_advice
 from tests.unit.builders import make_recipe
@@ -23,9 +23,16 @@ def test_by_hand() -> None:
 
 
 def test_a_full_actors_rate_by_hand_and_small_changes_change_nothing() -> None:
-    assert full_rate(2.0, occupancy=0.25, known=None) == 4.0
-    assert full_rate(2.0, occupancy=0.25, known=3.0) == 3.0
-    assert full_rate(3.5, occupancy=0.25, known=3.0) == 3.5
+    one, wanted = advice(batch_size=1), []
+    for _ in range(4):
+        one.step(100, 0.1)
+    for finished, first, last in ((200, 2, 3), (300, 10, 10), (200, 2, 3), (350, 2, 3)):  # in 100 s, before it an evaluation
+        one.actors({}, measuring=True)
+        one.actors(counts((0, 0.0, first)))
+        one.actors(counts((finished, 100.0, last)))
+        wanted.append(one.wanted)
+    # 1,000 sequences a second, by actors of 2 / sqrt(0.25) = 4 a second each, then of 3 when full, which only 3.5 can exceed.
+    assert wanted == [250, 334, 334, 286]
     # Of 10, up to 10.1 may be needed, and down to 10 - 1 - 1 = 8.
     assert [replicas_wanted(needed, MANY, current=10) for needed in (10.1, 10.11, 8.0, 7.99)] == [10, 11, 10, 8]
     assert [replicas_wanted(needed, MANY, current=2) for needed in (1.2, 0.81, 0.79)] == [2, 2, 1]

@@ -101,6 +101,10 @@ def test_what_a_family_cannot_give_and_arguments_that_cannot_be_are_named(monkey
     for key, said in (("zzz", "chain_sum has no such argument; allowed: min_terms, max_terms, "), ("seed", "leave it out")):
         with pytest.raises(FieldError, match=rf"^task\.config\.{key} = 3: {said}"):
             sums(config={key: 3})
+    with pytest.raises(
+        FieldError, match=r"task\.config = .*simple_integration refuses it: Cannot choose from an empty sequence"
+    ):
+        ReasoningGymSource(TaskConfig(name="simple_integration", config={"operators": []}), 0)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)  # an import of it fails
     with pytest.raises(FieldError, match=r"task\.source = 'reasoning_gym': .*pip install 'pipelinerl\[local\]'"):
         sums()
@@ -261,7 +265,7 @@ MULTILINE = [{"prompt": f"q{number},\nnext line", "answer": number} for number i
         ("p.json", json.dumps(MULTILINE).encode()),
         ("lines.json", as_jsonl(MULTILINE)),
         ("p.ndjson", as_jsonl(MULTILINE)),
-        ("p.csv.gz", gzip.compress(as_csv(MULTILINE), mtime=0)),
+        ("p.CSV.GZ", gzip.compress(as_csv(MULTILINE), mtime=0)),
         ("p.jsonl.zst", as_zstd(as_jsonl(MULTILINE))),
     ],
 )

@@ -93,6 +93,7 @@ def test_what_is_no_model_or_leads_out_of_its_folder_is_refused(tmp_path: Path) 
         ("http://host/x", "give the URL of a folder"),
         ("s3:bucket", "give the URL of a folder"),
         ("s3:///runs", "names no bucket"),
+        ("s3://[/runs", "is not a URL"),
         ("file:///", "names no folder"),
         ("file://models/team", "three slashes"),
         ("s3://models/my team", "%20"),

@@ -21,7 +21,7 @@ from pipelinerl.figures import no_events
 from pipelinerl.messages.sequences import FinishReason, Sequence
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.accuracy import means_of
-from pipelinerl.rl.groups import CUT_STEPS, CUTTING, MOST_CUT, WAIT_SHARE, all_equal, answer_reward, narrow_clip_range
+from pipelinerl.rl.groups import CUT_STEPS, CUTTING, MOST_CUT, WAIT_SHARE, answer_reward, narrow_clip_range
 from pipelinerl.rl.ledger import Outcome
 from pipelinerl.rl.throughput import MOST_STALE, too_small_max_lag
 from pipelinerl.run_summary import METRICS, SAMPLES, RunFiles, RunTotals, StepRecord, jsonl_ends
@@ -417,7 +417,7 @@ def group_figures(batch: list[TrainingGroup]) -> dict[str, float]:
     groups = [np.array([sequence.reward for sequence in group.sequences]) for group in batch]
     return {
         "group_reward_std": float(np.mean([rewards.std() for rewards in groups])),
-        "equal_reward_groups": float(np.mean([all_equal(rewards) for rewards in groups])),
+        "equal_reward_groups": float(np.mean([len(set(rewards)) == 1 for rewards in groups])),
     }
 
 
