@@ -110,15 +110,18 @@ class SetView(Settings):
 
     @property
     def indifference(self) -> str:
-        """Evidence that the user's function paid wrong answers about as much as right ones in trial calls; empty if none."""
+        """Evidence that the user's function paid wrong answers in trial calls: all about as much as right ones, or numbers that
+        contain the right one. Empty if there is none."""
         rewards, empty = ([one.reward for one in self.calls if any_ or not one.completion] for any_ in (True, False))
         right = [one.reward for one in self.calls if one.completion and not one.near_miss]
         wrong = [one.reward for one in self.calls if one.near_miss and self.share.reward.is_function]
         if not right or len(wrong) < 4 or max(rewards) in empty:
             return ""
-        if fmean(right) - fmean(wrong) > 0.1 * (max(rewards) - min(rewards)):
-            return ""
-        return f"{len(right)} right answers earn {fmean(right):.3g}, {len(wrong)} wrong ones {fmean(wrong):.3g} on average"
+        if fmean(right) - fmean(wrong) <= 0.1 * (max(rewards) - min(rewards)):
+            return f"{len(right)} right answers earn {fmean(right):.3g}, {len(wrong)} wrong ones {fmean(wrong):.3g} on average"
+        longer = [one for one in self.calls if one.near_miss[1:-1] == str(one.problem.reference.get("answer")).strip()]
+        is_paid = len(longer) >= 4 and min(one.reward for one in longer) >= max(right)
+        return f"numbers that contain the right one, such as {longer[0].near_miss}, earn as much as it" if is_paid else ""
 
 
 def _plain(problem: Problem) -> str:
@@ -184,8 +187,8 @@ def problems(view: SetView) -> Rows:
     one-answer (recipes.md#tasks): Problems have the same answer: 95 % of at least 20 references are equal; grave if all are, a
         note from 80 %.
     references-unmatched (recipes.md#rewards): References do not look like answers of completions: half have 8 or more words, 5
-        % are nan, none or null, or 5 % are numbers with a unit, separators or markup although texts are compared. Or 5 % earn
-        nothing in trials, written as reward.answer_pattern expects (grave from half). The first 200 are examined.
+        % are nan, none or null, or 5 % are LaTeX or numbers with a unit, separators or markup, although texts are compared. Or
+        5 % earn nothing in trials, written as reward.answer_pattern expects (grave from half). The first 200 are examined.
     heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of a set's, compared without case,
         punctuation and spaces.
     """
@@ -193,7 +196,8 @@ def problems(view: SetView) -> Rows:
     middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
     is_full = longest >= limit or middle > limit - view.share.max_tokens / 2
     (top, count), *_ = Counter(view.answers).most_common(1) or [("", 0)]
-    answers, is_text, task, num = view.answers[:200], "math" not in view.share.reward.scorer, view.share.task, len(view.answers)
+    answers, is_text, num = view.answers[:200], view.share.reward.scorer in ("task", "exact"), len(view.answers)
+    task = view.share.task
     shown = re.sub(r"\d+", "0", f"{task.system_prompt}\n{task.instruction}\n{task.prompt_template}")
     dressed = [one for one in answers if is_text and _is_dressed(one) and re.sub(r"\d+", "0", one) not in shown]
     lost, tried = _lost_references(view, answers)
@@ -211,8 +215,9 @@ def problems(view: SetView) -> Rows:
          "leave out these rows, which have no answer"),
         (unmatched, False, _odd(prose, len(answers), 0.5), f"{at}task.answer_pattern",
          r"extract the final answer, as '####\s*(.+)' does"),
-        (unmatched, len(lost) >= tried / 2, _odd(lost, tried, 0.05), f"{at}reward.answer_pattern",
-         "let it find such answers, or correct the references"),
+        (unmatched, len(lost) >= tried / 2, _odd(lost, tried, 0.05),
+         f"{at}reward.{'answer_pattern' if view.share.reward.answer_pattern else 'scorer'}",
+         "let it accept such answers, or correct the references"),
         (unmatched, False, _odd(dressed, len(answers), 0.05), f"{at}reward.scorer",
          "use math, which compares values, or make the references bare numbers"),
         ("heldout-trained-on", False, _odd(view.known, view.num_heldout, 0.05), f"{at}task.path",
@@ -284,7 +289,9 @@ def _shifted(view: SetView) -> Rows:
 
 
 def _is_dressed(answer: str) -> bool:
-    """Return whether an answer is a number with currency, unit, separators, markup or a full stop."""
+    """Return whether an answer is LaTeX, or a number with currency, unit, separators, markup or a full stop."""
+    if re.search(r"\\(d?frac|sqrt|pi|cdot|text|left|begin)(?![a-z])", answer):
+        return True
     bare, lower = bare_answer(answer), answer.lower()
     is_term = re.fullmatch(r"-?\d+([a-z]|[a-z]{4,})", lower)  # such as 7x
     return bare != lower and not is_term and bool(re.fullmatch(r"-?\d+(\.\d+)?", bare))
@@ -366,7 +373,7 @@ def rewards(view: SetView) -> Rows:
         overlong.penalty exceeds 2 · reward.correct, or overlong.buffer_tokens max_tokens / 2; or an empty text has the format.
     wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: in trial calls, an empty one earns half of
         reward.correct (grave, unless your own function scores), or your own function gives at least 4 wrong answers about as
-        much as right ones.
+        much as right ones, or as much for numbers that contain the right one.
     reward-slow (recipes.md#rewards): Rewards take long: the median trial call takes a quarter of timeout_s; a note.
     form-unsaid (recipes.md#rewards): Prompts do not ask for the form that the reward reads: they lack or forbid \boxed, JSON,
         or the beginning of reward.answer_pattern or format_pattern; they ask for steps, but answer_pattern begins with ^; they

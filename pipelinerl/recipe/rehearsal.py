@@ -2,9 +2,10 @@
 render prompts as the policy will see them, and check the chat template. No model is loaded.
 
 The completions on trial are the reference answers and an empty text. Scorers of mathematics also get boxed answers, and near
-misses, that is, similar wrong answers. A user's function also gets answers to other problems. A verifier process
-(`services.verifier.rehearsal`) makes the calls. Rewards of episodes, judges and reasoning-gym's own scorers are left out:
-episodes need turns, judges cost money, and those scorers work. Another process (`services.actor.preview`) renders the prompts.
+misses, that is, similar wrong answers. A user's function also gets answers to other problems, and numbers that contain the
+right one. A verifier process (`services.verifier.rehearsal`) makes the calls. Rewards of episodes, judges and reasoning-gym's
+own scorers are left out: episodes need turns, judges cost money, and those scorers work. Another process
+(`services.actor.preview`) renders the prompts.
 """
 
 from __future__ import annotations
@@ -127,10 +128,10 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
             final = final_answer(answer) if is_mathematics else answer.strip()
             yield Call(place, problem, answer, (*(answer_forms(share, final) if final else ()), (answer, "")))
             misses = near_misses(final) if is_mathematics else []
-            if share.reward.is_function and index < _OTHERS_TRIED:  # Answers to other problems are wrong.
+            if share.reward.is_function and index < _OTHERS_TRIED:  # Answers to other problems are wrong, and longer numbers.
                 others = (source.problem(split, other % there) for other in range(index + 1, index + 1 + _OTHERS_TRIED))
                 texts = (str(one.reference.get("answer", "")).strip() for one in others)
-                misses = [*islice((one for one in texts if one and one != answer.strip()), 1)]
+                misses = [*islice((one for one in texts if one and one != final), 1), *[f"1{final}0"] * final.isdecimal()]
             for miss in misses:
                 yield Call(place, problem, forms=answer_forms(share, miss), near_miss=miss)
         if index == 0 or not answer:

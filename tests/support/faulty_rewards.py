@@ -25,6 +25,11 @@ def inverted(item: RewardInput) -> float:
     return float(item.answer != item.reference["answer"])
 
 
+def anywhere(item: RewardInput) -> float:
+    """Look for the reference anywhere in the completion, as in `112` for 12."""
+    return float(item.reference["answer"] in item.completion)
+
+
 def of_length(item: RewardInput) -> float:
     """Reward the length instead of the answer."""
     return min(1.0, len(item.completion) / 60)
