@@ -101,6 +101,8 @@ class Learner:
         """Peak FLOP/s of the device; None if unknown, for example for a CPU."""
         self._phases = meter.PhaseTimer(partial(torch.cuda.Event, enable_timing=True) if policy.device.type == "cuda" else None)
         other_terms = self.reference is not None or algorithm.entropy_coefficient > 0
+        self._sent: set[PreparedStep] = set()
+        """Steps that are not taken yet. gloo never delivers a later message of a link on which an unfinished send was dropped."""
         self._only_advantages = algorithm.advantage != "value" and not other_terms
         """True if a sequence with advantage 0 has no gradient."""
 
@@ -134,7 +136,7 @@ class Learner:
         members_of = [plan.of_rank(rank) for rank in range(self.world.layout.data_ranks)]
         with meter.measured(phases_s, "build"):
             shares = tuple(tuple(packed(members, at >= num_forward) for at, members in enumerate(own)) for own in members_of)
-        return PreparedStep(
+        prepared = PreparedStep(
             version=version,
             shares=shares,
             sending=self._send(version, shares),
@@ -145,6 +147,9 @@ class Learner:
             sampled=sampled,
             actors=tuple(names.tolist()),
         )
+        if prepared.sending:
+            self._sent.add(prepared)
+        return prepared
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
         """Return a plan, and how many slots at its start need no backward pass. A slot is one micro-batch per rank. `silent`:
@@ -198,6 +203,7 @@ class Learner:
         self.order(TRAIN, version=prepared.version)
         for work in prepared.sending:
             work.wait()
+        self._sent.discard(prepared)
         first, totals, figures = self.compute(prepared.shares[0])
         parts = [first]
         if links is not None:
