@@ -132,7 +132,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("run --resume .", "--resume = '.': is not the folder of a run: it has no recipe.yaml and no run.json"),
         ("run --resume . --name other", "--name = 'other': leave it out"),
         ("run --resume . --run-dir x", "--run-dir = 'x': leave it out"),
-        ("run there.yaml --set reward.scorer=json:loads", "gives no reward in 5 of 5 calls, first for the reference answer"),
+        ("run there.yaml --set reward.scorer=json:loads", "gives no reward in 7 of 7 calls, first for the reference answer"),
         ("run there.yaml --run-dir there --set reward.scorer=json:loads --reward-rows 0", "= 'there': holds other files"),
         ("run there.yaml --run-dir there", "= 'there': holds other files (config.json"),
         (f"{PLAN} 7 --lengths 1-64", "--parameters = '7': give a number with M, B or T"),

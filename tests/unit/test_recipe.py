@@ -595,17 +595,17 @@ def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 def test_rewards_are_tried_on_the_users_problems_before_a_run(rehearsed: Callable[..., Examination]) -> None:
-    """Two rows each, for functions also with the other's answer, and an empty completion for the first one. A reward that costs
+    """Two rows each, for functions also with two wrong answers, and an empty completion for the first one. A reward that costs
     its worker is called once."""
     found = rehearsed("right", "keys", "unanswered", "text", "leaves", "hangs", "regex", "code")
     answers, empty = [call for call in found.calls if call.completion], [call for call in found.calls if not call.completion]
-    assert (len(answers), len(empty), sum(call.place == "evaluation.sets.5." for call in found.calls)) == (22, 6, 1)
+    assert (len(answers), len(empty), sum(call.place == "evaluation.sets.5." for call in found.calls)) == (26, 6, 1)
     assert [call.reward for call in found.calls if call.place == "evaluation.sets.0."] == [1.0, 0.0, 0.0, 1.0, 0.0]
     told = {problem.field.split(".")[2]: problem.fix for problem in found.problems}
     for position, said in {
-        "1": "5 of 5 calls, .* KeyError: 'solution' at my_rewards.py:7; item.reference has answer, row, and its row prompt, ",
+        "1": "7 of 7 calls, .* KeyError: 'solution' at my_rewards.py:7; item.reference has answer, row, and its row prompt, ",
         "2": r"1 of 5 calls, first for an empty answer of line \d: .* at my_rewards.py:10; item.answer is None",
-        "3": "5 of 5 calls, first for the reference answer of line .*: the reward is '1', not a number",
+        "3": "7 of 7 calls, first for the reference answer of line .*: the reward is '1', not a number",
         "4": "1 of 1 calls, .*: the process of reward my_rewards:leaves died: exit code 3",
         "5": r"1 of 1 calls, .* took more than 0.5 s \(reward.timeout_s\)",
         "7": "3 of 3 calls, .*: tests: no tests",

@@ -102,7 +102,7 @@ class Learner:
         self._phases = meter.PhaseTimer(partial(torch.cuda.Event, enable_timing=True) if policy.device.type == "cuda" else None)
         other_terms = self.reference is not None or algorithm.entropy_coefficient > 0
         self._sent: set[PreparedStep] = set()
-        """Steps that are not taken yet. gloo never delivers a later message of a link on which an unfinished send was dropped."""
+        """Steps not taken yet. gloo never delivers a later message of a link on which an unfinished send was dropped."""
         self._only_advantages = algorithm.advantage != "value" and not other_terms
         """True if a sequence with advantage 0 has no gradient."""
 
