@@ -59,7 +59,7 @@ def _policy(args: argparse.Namespace, version: int | None) -> Any:
 
 
 def _ask(policy: Any, args: argparse.Namespace, messages: list[dict[str, str]], question: str) -> None:
-    """Print the answer while it is generated, and add question and answer to the conversation. Without a chat template, the
+    """Print the answer as it is generated, and add question and answer to the conversation. Without a chat template, the
     prompt contains no earlier turns. Raises `FieldError` if the context is full."""
     asked, answer = [*messages, {"role": "user", "content": as_unicode(question)}], ""
     prompt = policy.prompt(asked[-1]["content"], asked if policy.task.prompt_style == "chat" else None)

@@ -232,5 +232,5 @@ def trace_in(headers: Mapping[str, str]) -> Trace:
 
 
 def before_ns(seconds: float) -> int:
-    """Return the Unix time of `seconds` ago, in nanoseconds as spans need it."""
+    """Return the Unix time `seconds` before now, in nanoseconds, the unit of spans."""
     return time.time_ns() - int(seconds * 1e9)

@@ -118,7 +118,7 @@ class Episode:
         """Code of the first request of this run that was refused because of a limit, or empty."""
 
     def not_served(self, turn: RecordedTurn, over: asyncio.Event) -> None:
-        """Record that the environment's run with the event `over` did not receive a turn. A later run is unaffected."""
+        """Record that a run of the environment did not receive a turn. `over`: that run's event. Later runs are unaffected."""
         if over is self.over and turn in self.served:
             self.served.remove(turn)
 
@@ -285,7 +285,7 @@ class Episodes:
         self, group: PromptGroup, start: PartialSequence, sample: Sample, *, split: Split, stopped: asyncio.Event, trace: Trace
     ) -> tuple[Episode, VerifyResult | None]:
         """Run an episode and return it with the environment's result. The result is None if `stopped` is set before the episode
-        ends. Waits without limit for a verifier that accepts the episode, and runs it again if this verifier is lost."""
+        ends. Waits without limit for a verifier, and runs the episode up to `MOST_RUNS` times if verifiers are lost."""
         request = EpisodeRequest(
             sequence_id=group.sequence_id(start.sample_index),
             task=group.task,

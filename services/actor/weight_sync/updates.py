@@ -161,7 +161,7 @@ class UpdateListener:
             self._read_log()
 
     async def _refuse(self, error: TransferError) -> NoReturn:
-        """Tell the trainer why this actor can serve no version, then raise `UserError` if the models differ, else `error`."""
+        """Tell the trainer why this actor serves no version, then raise `UserError` for a `ManifestMismatch`, else `error`."""
         self._metrics.updates.labels("refused").inc()
         await self._answer("failed", pb.Abort, None, reason=str(error)[:REASON_CHARACTERS])
         if not isinstance(error, ManifestMismatch):

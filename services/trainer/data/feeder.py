@@ -1,7 +1,7 @@
 """Issue as many prompt groups as the staleness bound and the freshness limit allow, and tokenise problems into prompts.
 
-The limits are checked after a new version, the departure of an actor, a lost group, the arrival of a sequence, or the start of
-an optimizer step. A group enters the ledger before it is published, so no unknown sequence can arrive. Its number is reserved
+The limits are checked after a new version, a change of the actors, a lost group, the arrival of a sequence, or the start of an
+optimizer step. A group enters the ledger before it is published, so no unknown sequence can arrive. Its number is reserved
 on disk even earlier, so a restarted trainer knows which groups may have been published.
 """
 

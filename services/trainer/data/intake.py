@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
 """Default of `trainer.give_up_after_groups`: as many as `STEPS_IN_A_ROW` steps need, but at least `FEWEST_IN_A_ROW`."""
 MOST_IN_VAIN = 16
-"""A run that was not resumed ends if a task's first `MOST_IN_VAIN + sampling.group_size` rewards all time out. Tasks with a
-judge are exempt."""
+"""A run that began without a checkpoint ends if a task's first `MOST_IN_VAIN + sampling.group_size` rewards all time out. Tasks
+with a judge are exempt."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",

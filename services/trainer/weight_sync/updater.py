@@ -42,7 +42,7 @@ MEETING_SHARE = 0.8
 """Share of the deadline within which all members of a group must connect. The error after this time names the missing members,
 and only these are evicted. The deadline itself would evict all members, so this share is below 1."""
 PATIENCE_S = 3.0
-"""Maximum seconds between two connections of members to a group. It applies only if each member has served a version. A dead
+"""Maximum seconds to wait for a group's next member to connect. It applies only if each member has served a version. A dead
 member is thus noticed long before its registration expires. A slow one is excluded, too, and returns on a side group."""
 GATHER_S = 5.0
 """Maximum seconds to wait for further joining actors before a side group is opened; less if the last transfer took less."""
