@@ -376,7 +376,8 @@ def newest_state(run_dir: Path, option: str) -> Mapping[str, Any] | None:
     except (OSError, LookupError, TypeError, ValueError) as error:
         fix = "restore the file, or remove that checkpoint"
         raise FieldError(option, str(run_dir), f"its newest checkpoint cannot be read: {error!r}; {fix}") from error
-    written = [event["version"] for _, event in read_events(journal) if event["event"] == "checkpoint"]
+    versions = (event.get("version") for _, event in read_events(journal) if event["event"] == "checkpoint")
+    written = [one for one in versions if isinstance(one, int)]
     size = journal.stat().st_size if journal.is_file() else 0
     if not (run_dir / LINEAGE).is_file():
         if state or size:

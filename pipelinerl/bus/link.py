@@ -57,8 +57,8 @@ def tls_context(tls_dir: Path | None) -> ssl.SSLContext:
     if tls_dir is None:
         return ssl.create_default_context()
     read_file(tls_dir / CA, _TLS_DIR)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    trust(context, tls_dir, _TLS_DIR)
+    trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), tls_dir, _TLS_DIR)  # names a faulty file
+    context = ssl.create_default_context(cafile=tls_dir / CA)  # also with the default flags of this Python release
     if (tls_dir / CERTIFICATE).exists():
         present(context, tls_dir, _TLS_DIR)
     return context

@@ -127,7 +127,7 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
         yield "tools", f"source {task.source!r} {'needs functions' if task.source == 'tools' else 'uses none; leave it out'}"
     if len({path.rpartition(":")[2] for path in task.tools}) < len(task.tools):
         yield "tools", "has several functions of the same name, but the policy calls them by name; rename one, or leave it out"
-    if bool(task.command.strip()) != (task.source == "agent"):
+    if bool(task.command.strip() if task.source == "agent" else task.command) != (task.source == "agent"):
         yield "command", f"source {task.source!r} {'needs a program' if task.source == 'agent' else 'runs none; leave it out'}"
     try:
         shlex.split(task.command)

@@ -277,6 +277,8 @@ async def test_in_a_cluster_the_page_has_names_and_probes_take_any() -> None:
     for path in ("/", "/page/history"):
         assert await status(path, "elsewhere.example") == 403
     assert [await status(path, "10.0.0.7:8000") for path in ("/healthz", "/readyz", "/metrics")] == [200, 503, 200]
+    nameless = settings.model_copy(update={"advertise_host": "", "page_hosts": ""})
+    assert await status("/", "elsewhere.example", nameless) == 403
     assert await status("/", "10.0.0.7", settings.model_copy(update={"page": False})) == 200
 
 

@@ -97,6 +97,8 @@ def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
     (run.path / JOURNAL).write_text("damaged\n")
     with pytest.raises(UserError, match=r"ledger.jsonl: the line at byte 0 is not an event: .*; restore the file from a copy"):
         resume(run)
+    (run.path / JOURNAL).write_text('{"event": "checkpoint"}\n')
+    resume(run)
     (run.path / JOURNAL).unlink()
     (run.path / "lineage.json").unlink()
     with pytest.raises(FieldError, match=r"--resume = .*lineage.json is missing: restore it"):

@@ -30,7 +30,7 @@ from pipelinerl.recipe.loading import recipe_yaml
 from pipelinerl.rl.ledger import MEANINGS
 from pipelinerl.run_dir import recipe_changes_of
 from pipelinerl.run_summary import to_json
-from pipelinerl.service.http import PROBED, bracketed
+from pipelinerl.service.http import LOCAL_NAMES, PROBED, bracketed
 from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.v1.actor_pb2 import ActorState
 
@@ -198,5 +198,5 @@ def behind_key(app: ASGIApp, key_file: Path | None) -> ASGIApp:
 
 def page_hosts(settings: TrainerSettings) -> list[str]:
     """Return the names by which browsers may open the live page, besides the interface's; none if there is no page."""
-    names = [bracketed(settings.advertise_host), *(name.strip() for name in settings.page_hosts.split(","))]
+    names = [*LOCAL_NAMES, bracketed(settings.advertise_host), *(name.strip() for name in settings.page_hosts.split(","))]
     return list(filter(None, names)) if settings.page else []
