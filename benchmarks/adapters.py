@@ -58,7 +58,7 @@ class Updates:
 
     def __init__(self, engine: VllmEngine, learner: Learner, recipe: Recipe) -> None:
         from pipelinerl.transfer.group import GroupStore
-        from services.trainer.policy_trainer import weight_sender
+        from services.trainer.loading import weight_sender
 
         self._weights, self._learner = engine.weights, learner
         self._store = GroupStore(HOST)
@@ -174,7 +174,7 @@ async def measure_shares(recipe: Recipe, folder: str, steps: list[int], num_grou
     from pipelinerl.service.settings import RankSettings
     from services.actor.vllm_engine import start_engine
     from services.trainer.data.feeder import training_problems
-    from services.trainer.policy_trainer import load_learner
+    from services.trainer.loading import load_learner
 
     rows: list[dict[str, Any]] = []
     async with start_engine(recipe, folder) as engine:

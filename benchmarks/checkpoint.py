@@ -41,7 +41,8 @@ from services.trainer.checkpoint.run_state import RunState
 from services.trainer.checkpoint.state_files import restore
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.policy_trainer import PolicyTrainer, load_learner, load_tokenizer
+from services.trainer.loading import load_learner, load_tokenizer
+from services.trainer.loop import PolicyTrainer
 
 RESULT = Path(__file__).parent / "results" / "checkpoint.json"
 EVERY_STEPS = 20

@@ -61,12 +61,11 @@ from pipelinerl.service.http import serve_http
 from services.actor.episodes.endpoint import episode_app
 from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import ChatFormat, chat_format
-from services.actor.finishing import Finisher
-from services.actor.generation import GenerationLoop, Sampler
+from services.actor.generation import Finisher, GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine, start_engine
-from services.actor.weight_sync.gate import ServingGate
+from services.actor.weight_sync.updates import ServingGate
 
 NAME = "episodes"
 RESULT = Path(__file__).parent / "results" / f"{NAME}.json"

@@ -19,12 +19,11 @@ from pipelinerl.errors import ServiceError
 from pipelinerl.messages.sequences import PolicyVersion, PromptGroup, decode_sequence, encode_group
 from pipelinerl.messages.verification import VerifierClient
 from pipelinerl.recipe.fields import Recipe
-from services.actor.finishing import Finisher
-from services.actor.generation import GenerationLoop, Sampler
+from services.actor.generation import Finisher, GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import VllmEngine
-from services.actor.weight_sync.gate import ServingGate
+from services.actor.weight_sync.updates import ServingGate
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams

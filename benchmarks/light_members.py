@@ -41,8 +41,7 @@ from pipelinerl.v1.control_pb2 import Registration
 from services.actor.app import Heartbeat
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import StagedWeights, WeightLoading
-from services.actor.weight_sync.gate import ServingGate
-from services.actor.weight_sync.updates import UpdateListener
+from services.actor.weight_sync.updates import ServingGate, UpdateListener
 from services.actor.weight_sync.worker import Receiver
 
 Phase = Literal["joining", "receiving", "staged", "committing", "serving"]

@@ -32,9 +32,16 @@ from safetensors.numpy import save
 from benchmarks.result_files import write_result
 from benchmarks.trainer_ranks import on_ranks
 from pipelinerl.local.services import available_cores
-from pipelinerl.rl.groups import LAG_BUCKETS, effective_sample_size, lag_bucket, weight_sums
+from pipelinerl.rl.groups import LAG_BUCKETS, lag_bucket
 from services.trainer.learn.batch import HostMicroBatch
-from services.trainer.learn.meter import BOUND_16_BIT, TokenStatistics, token_figures, token_statistics
+from services.trainer.learn.meter import (
+    BOUND_16_BIT,
+    TokenStatistics,
+    effective_sample_size,
+    token_figures,
+    token_statistics,
+    weight_sums,
+)
 from services.trainer.learn.step import Share, batch_message
 from services.trainer.worker import receive_batches
 from services.trainer.world import END, TRAIN, Message, join_ranks, leave_ranks, world_of_ranks

@@ -24,8 +24,7 @@ from pipelinerl.tasks.source import Problem, Split, make_source
 from pipelinerl.v1.verifier_pb2 import VerifyItem
 from services.trainer.data.evaluation import is_right
 from services.trainer.data.feeder import encode
-from services.verifier.rewards.compose import make_reward
-from services.verifier.worker import score_item
+from services.verifier.rewards.compose import make_reward, score_item
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 
 from pipelinerl.service.lifecycle import leave, run_service
 from pipelinerl.service.settings import TrainerSettings
-from services.trainer import policy_trainer
+from services.trainer import loop
 from services.trainer.__main__ import run
 from services.trainer.learn.step import PreparedStep
 from services.trainer.world import WEIGHTS
 
 
-class SavingTrainer(policy_trainer.PolicyTrainer):
+class SavingTrainer(loop.PolicyTrainer):
     """On one rank."""
 
     every: int
@@ -47,7 +47,7 @@ class SavingTrainer(policy_trainer.PolicyTrainer):
 
 def main() -> int:
     SavingTrainer.every, SavingTrainer.folder = int(sys.argv[1]), Path(sys.argv[2])
-    policy_trainer.PolicyTrainer = SavingTrainer  # what `load_policy_trainer` makes
+    loop.PolicyTrainer = SavingTrainer  # what `load_policy_trainer` makes
     return run_service(TrainerSettings, "trainer", run)
 
 

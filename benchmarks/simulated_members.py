@@ -22,7 +22,7 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.transfer.manifest import Manifest, TransferResult, build_manifest
 from pipelinerl.v1.control_pb2 import Announce, Commit, EpochJoined, EpochStart, Registration, Serving, Staged
 from services.actor.app import Heartbeat
-from services.actor.weight_sync.gate import ServingGate
+from services.actor.weight_sync.updates import ServingGate
 
 RUN = "simulated"
 MANIFEST: Manifest = build_manifest([("w", (4,), "float32")])

@@ -28,7 +28,7 @@ from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import SAMPLED_WEIGHTS
 from services.trainer.learn.model import decoder_layers, wrap_model
 from services.trainer.learn.step import Learner, PreparedStep
-from services.trainer.policy_trainer import shard_policy
+from services.trainer.loading import shard_policy
 from services.trainer.worker import carry_out, receive_batches
 from services.trainer.world import END, Message, World, join_ranks, leave_ranks, world_of_ranks
 

@@ -19,7 +19,7 @@ from pipelinerl.service.settings import RankSettings, TrainerSettings
 from services.trainer.app import serve
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.learn.step import PreparedStep
-from services.trainer.policy_trainer import PolicyTrainer, load_policy_trainer
+from services.trainer.loop import PolicyTrainer, load_policy_trainer
 
 
 class PacedTrainer(PolicyTrainer):

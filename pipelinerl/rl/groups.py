@@ -300,19 +300,3 @@ _LARGEST_LAG_OF_BUCKET = np.array((0, 1, 2, 4, 8, 16))
 def lag_bucket(lags: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return each token's index into `LAG_BUCKETS`, int64[tokens], from its lag, int64[tokens]."""
     return np.searchsorted(_LARGEST_LAG_OF_BUCKET, lags, side="left")
-
-
-def weight_sums(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return [N, l, Σ w / e^l, Σ (w / e^l)²] of N finite log weights, with w = exp(log weight) and l the largest log weight.
-    Without the division by the largest weight, e^±1000 would overflow or vanish. Without tokens, l is -∞ and the sums 0."""
-    largest = log_weights.max(initial=-np.inf)
-    weights = np.exp(log_weights - largest)
-    return np.array((len(weights), largest, weights.sum(), (weights * weights).sum()))
-
-
-def effective_sample_size(sums: NDArray[np.float64]) -> float:
-    """Return (Σ w)² / (N Σ w²) over all N >= 1 tokens: in (0, 1], and 1 when on-policy. Weights are not clamped. `sums`
-    [parts, 4]: the `weight_sums` of each part of the tokens."""
-    tokens, largest, total, squares = sums.T
-    scale = np.exp(largest - largest.max())
-    return min(1.0, float((total * scale).sum() ** 2 / (tokens.sum() * (squares * scale * scale).sum())))

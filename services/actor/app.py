@@ -49,13 +49,11 @@ from services.actor.engine import UNFINISHED, EngineError, InferenceEngine, Star
 from services.actor.episodes.endpoint import episode_app
 from services.actor.episodes.episode import Episodes
 from services.actor.episodes.formats import chat_format
-from services.actor.finishing import FinishedSample, Finisher, encoded
-from services.actor.generation import GenerationLoop, Sampler
+from services.actor.generation import FinishedSample, Finisher, GenerationLoop, Sampler, encoded
 from services.actor.hand_over import HeldGroups, hand_over
 from services.actor.metrics import STAGING_STATES, ActorMetrics
 from services.actor.vllm_engine import start_engine
-from services.actor.weight_sync.gate import ServingGate
-from services.actor.weight_sync.updates import UpdateListener
+from services.actor.weight_sync.updates import ServingGate, UpdateListener
 
 log = logging.getLogger(__name__)
 

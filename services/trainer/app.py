@@ -25,7 +25,7 @@ from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.transfer.stores import open_store
 from pipelinerl.transfer.weight_log import CHAINS_KEPT, WeightLog
 from services.trainer.checkpoint.run_state import Start, find_start, write_lineage
-from services.trainer.policy_trainer import PolicyTrainer, load_policy_trainer
+from services.trainer.loop import PolicyTrainer, load_policy_trainer
 from services.trainer.reporting.metrics import TrainerMetrics
 from services.trainer.reporting.page import ASKED_WITHIN_S, PageBoard, add_page, behind_key, page_hosts
 from services.trainer.reporting.recorder import Recorder

@@ -2,8 +2,8 @@
 
 A version is offered when no earlier one is in transfer. While an evaluation or probe measures a version, actors only stage the
 next one, and no further version is sent. Except in conventional mode, the next batch is computed while a version is sent. A
-single compute thread makes all calls to the model. With `actor.colocate`, the steps of a phase begin when the engine sleeps;
-the engine wakes up for the version after these steps.
+single compute thread makes all calls to the model, through `PolicyTrainer`. With `actor.colocate`, the steps of a phase begin
+when the engine sleeps; the engine wakes up for the version after these steps.
 
 Before the first step, the loop takes over a checkpoint and the streams from the run's previous trainer. For the next trainer it
 writes the journal, and the part of checkpoints that is not tensors.
@@ -21,18 +21,26 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
 from pipelinerl.audit.journal import JOURNAL, Journal, reserved_groups
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import FieldError, ServiceError
+from pipelinerl.initial_model import model_source
 from pipelinerl.messages.sequences import Logprobs, PolicyVersion
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.rl.groups import starts_phase
+from pipelinerl.rl.memory import sends_adapters
 from pipelinerl.run_dir import NOTHING_THERE
 from pipelinerl.run_summary import StepRecord
 from pipelinerl.service.lifecycle import GpuTurn
 from pipelinerl.service.retry import retry_forever
-from services.trainer.checkpoint.checkpointer import RUN_ENDED, Checkpointer, WrittenCheckpoint
-from services.trainer.checkpoint.run_state import RunState, Start, evaluates_first, group_tokens
+from pipelinerl.service.settings import RankSettings, TrainerSettings
+from pipelinerl.transfer.group import GroupStore, transfer_backend
+from services.trainer.checkpoint.checkpointer import RUN_ENDED, Checkpointer, PolicyExport, WrittenCheckpoint
+from services.trainer.checkpoint.run_state import RESUME, STATE, RunState, Start, evaluates_first, group_tokens
+from services.trainer.checkpoint.state_files import StateSaver
 from services.trainer.checkpoint.store import Uploads
 from services.trainer.data.evaluation import Evaluator
 from services.trainer.data.feeder import Feeder, scan_in_flight
@@ -40,11 +48,13 @@ from services.trainer.data.intake import Intake
 from services.trainer.data.recording import RecordedStep, software, write_step
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.meter import LAG_0_TOKENS, measured
-from services.trainer.policy_trainer import PolicyTrainer
+from services.trainer.learn.model import DTYPES
+from services.trainer.learn.step import Learner, PreparedStep
+from services.trainer.loading import load_learner, load_tokenizer, weight_sender
 from services.trainer.reporting.recorder import Recorder
-from services.trainer.weight_sync.sender import Snapshot
+from services.trainer.weight_sync.sender import Snapshot, WeightSender, as_in_files, converted_parameters
 from services.trainer.weight_sync.updater import WeightUpdater
-from services.trainer.world import HEARTBEAT
+from services.trainer.world import ADAPTER, END, HEARTBEAT, WEIGHTS
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +63,99 @@ HEARTBEAT_S, SLEEP_AGAIN_S = 30.0, 1.0
 FIRST_PROBES = 3
 """Maximum number of attempts to probe the first version when no actor answers."""
 SHOWN_IN_SPAN = ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")
+
+
+class PolicyTrainer:
+    """Trains the policy, and makes its snapshots and checkpoints. All methods block. Call all on the same thread."""
+
+    def __init__(self, learner: Learner, tokenizer: PreTrainedTokenizerBase, sender: WeightSender, recipe: Recipe) -> None:
+        self.learner, self._recipe = learner, recipe
+        self.tokenizer, self.sender, self.vocab_size = tokenizer, sender, learner.policy.vocab_size
+        self.num_ranks = learner.world.layout.size
+        self._converted = frozenset() if sends_adapters(recipe) else converted_parameters(learner.policy.model)
+        self._version: int | None = None
+        """Version of the weights; None before this process's first step."""
+        self._snapshot: Snapshot | None = None
+        """Copy of the current weights; None if none has been made yet."""
+        self._state = StateSaver(learner)
+        self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
+
+    def step(self, prepared: PreparedStep) -> dict[str, Any]:
+        self._snapshot = None
+        figures = self.learner.step(prepared)
+        self._version = prepared.version + 1  # a skipped step counts, too
+        if figures["skipped"]:
+            ids = ",".join(prepared.sequence_ids)
+            log.error("step skipped: the loss or a gradient is not finite", extra={"sequences": ids})
+        return figures
+
+    def end(self) -> None:
+        """Order the other ranks to end, and wait for a checkpoint that is being written."""
+        self.learner.order(END)
+        self._state.end()
+
+    def snapshot(self, version: PolicyVersion) -> Snapshot:
+        """Copy the current weights, which must be of `version`, in the form that actors receive."""
+        if self._snapshot is None:
+            if sends_adapters(self._recipe):
+                sent = self.learner.gather(ADAPTER)
+            else:
+                weights = self.learner.gather(WEIGHTS, self.sender.manifest.wire_dtype)
+                sent = as_in_files(self.learner.policy.model, weights, self._converted)
+            self._snapshot = self.sender.snapshot(version, sent)
+        return self._snapshot
+
+    def leave_gpu(self) -> None:
+        """Release GPU memory that torch only caches, for example for activations. Weights and moments stay on the GPU."""
+        torch.cuda.empty_cache()
+
+    def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
+        """Copy the training state on all ranks, and to rank 0 the weights to export. All must be of `version`.
+
+        Return a function that writes the export into an existing folder, and the state into `resume/state` below it. Call it at
+        most once, on another thread, before the next checkpoint begins. It makes the state durable; the caller must sync the
+        export. It raises `OSError`, and `ServiceError` if a rank cannot write.
+        """
+        assert self._version in (None, version), f"the weights are of version {self._version}, not {version}"
+        self._state.stage()
+        self._export.stage(self.learner)
+        about = {"recipe": self._recipe.name, "policy_version": version, "seed": self._recipe.seed}
+
+        def write(folder: Path) -> None:
+            try:
+                self._export.write(folder, about)
+            except BaseException:
+                self._state.abandon()  # otherwise the other ranks would wait for the folder's name
+                raise
+            self._state.write(folder / RESUME / STATE)
+
+        return write
+
+
+def load_policy_trainer(
+    recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
+) -> PolicyTrainer:
+    """Rank 0: load the model, the tokenizer and the checkpoint's state. Raises the errors of `load_learner`, and `OSError` if
+    this process cannot listen on `transfer_port`."""
+    backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
+    source = model_source(recipe, settings)
+    tokenizer = load_tokenizer(source, recipe)
+    tensors = start.folder / STATE if start and start.folder else None
+    learner = load_learner(recipe, source, ranks, tensors, settings.revision)
+    layout, policy = learner.world.layout, learner.policy
+    facts = {
+        "ranks": layout.size,
+        "shard_ranks": layout.shard_ranks,
+        "context_parallel": layout.sequence_ranks,
+        "parameters": sum(parameter.numel() for parameter in policy.parameters()),
+        "trained": sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
+        "value_head": policy.value_head is not None,
+        "attention": learner.policy.attention,
+    }
+    log.info("policy ready", extra=facts)
+    store = GroupStore(settings.transfer_host, settings.transfer_port, settings.advertise_host)
+    sender = weight_sender(learner, recipe, backend, store, settings.advertise_host)
+    return PolicyTrainer(learner, tokenizer, sender, recipe)
 
 
 class OptimizerLoop:

@@ -38,7 +38,8 @@ from services.trainer.data.recording import RecordedStep, read_step, recorded_st
 from services.trainer.launch import num_ranks, run_ranks
 from services.trainer.learn.batch import host_microbatch
 from services.trainer.learn.step import Learner
-from services.trainer.policy_trainer import PolicyTrainer, load_learner, load_policy_trainer
+from services.trainer.loading import load_learner
+from services.trainer.loop import PolicyTrainer, load_policy_trainer
 from services.trainer.worker import worker_loop
 from services.trainer.world import leave_ranks
 

@@ -31,8 +31,7 @@ from services.trainer.data.evaluation import Evaluator, calls_to
 from services.trainer.data.feeder import Feeder, heldout_problems, training_problems
 from services.trainer.data.intake import Intake
 from services.trainer.data.traces import SequenceTraces
-from services.trainer.loop import OptimizerLoop
-from services.trainer.policy_trainer import PolicyTrainer
+from services.trainer.loop import OptimizerLoop, PolicyTrainer
 from services.trainer.reporting.metrics import RunView
 from services.trainer.reporting.recorder import Recorder
 from services.trainer.server import TrainerService

@@ -24,7 +24,7 @@ from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.checkpoint.state_files import StateSaver
 from services.trainer.learn.step import Learner, share_of
-from services.trainer.policy_trainer import load_learner
+from services.trainer.loading import load_learner
 from services.trainer.reporting.metrics import rank_orders
 from services.trainer.world import (
     ADAPTER,

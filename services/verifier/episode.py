@@ -36,9 +36,17 @@ from pipelinerl.tasks.source import Division, Split, conversation, prompt_of
 from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
-from services.verifier.rewards.compose import make_reward, number_of, terms_of, wrong_number
+from services.verifier.rewards.compose import (
+    MESSAGE_CHARACTERS,
+    failed,
+    make_reward,
+    number_of,
+    outcome,
+    score_item,
+    terms_of,
+    wrong_number,
+)
 from services.verifier.rewards.item import BadReward
-from services.verifier.worker import MESSAGE_CHARACTERS, failed, outcome, score_item
 
 if TYPE_CHECKING:
     from verifiers.v1 import Episode, Trace

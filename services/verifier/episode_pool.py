@@ -25,7 +25,7 @@ from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, VERIFY_STATUS_TIME
 from services.verifier.episode_worker import BEGIN, ENDED, JUDGE, KILL, NOT_FORKED, ORDER, WAITS, WORKS
 from services.verifier.metrics import VerifierMetrics
 from services.verifier.pool import FRAME_LENGTH, QueueFull, WorkerGone, WorkerProcess, read_frame, start_again, start_worker
-from services.verifier.worker import failed
+from services.verifier.rewards.compose import failed
 
 log = logging.getLogger(__name__)
 

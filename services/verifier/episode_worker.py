@@ -36,8 +36,9 @@ from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_CRASHED, EpisodeRequest, VerifyItem
 from services.verifier import confinement
 from services.verifier.episode import Play, Policy, load_play, play_verifiers, run_episode
+from services.verifier.rewards.compose import failed
 from services.verifier.sandbox import NoSandbox, confine, confinement_missing
-from services.verifier.worker import failed, run_process
+from services.verifier.worker import run_process
 
 ORDER = struct.Struct("!cQ")
 """Format of an order: its kind, and the number of the episode."""

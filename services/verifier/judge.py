@@ -24,7 +24,7 @@ from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.service.retry import Backoff, retry_forever
 from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.worker import failed
+from services.verifier.rewards.compose import failed
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,8 @@ from pipelinerl.v1 import verifier_pb2
 from services.verifier.confinement import kill_group, kill_tree
 from services.verifier.judge import Judge
 from services.verifier.metrics import VerifierMetrics
-from services.verifier.worker import RETIRED, failed
+from services.verifier.rewards.compose import failed
+from services.verifier.worker import RETIRED
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from pipelinerl.telemetry.metrics import RunRegistry
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VERIFY_STATUS_TIMEOUT, VerifyItem
 from services.verifier.metrics import VerifierMetrics
 from services.verifier.pool import DIED, RewardPool
-from services.verifier.worker import MESSAGE_CHARACTERS
+from services.verifier.rewards.compose import MESSAGE_CHARACTERS
 
 
 async def rehearse(recipe: Recipe, items: list[VerifyItem], forms: list[list[tuple[str, str]]]) -> None:

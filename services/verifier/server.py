@@ -35,7 +35,7 @@ from services.verifier.episode_worker import is_confined
 from services.verifier.judge import Judge, api_key
 from services.verifier.metrics import VerifierMetrics
 from services.verifier.pool import NO_WORKER, QueueFull, RewardPool
-from services.verifier.worker import failed
+from services.verifier.rewards.compose import failed
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from services.trainer.learn.attention import PackedLayout, varlen_attention
 from services.trainer.learn.batch import host_microbatch
 from services.trainer.learn.meter import PhaseTimer, take_memory_peak
 from services.trainer.learn.policy import Head, linear_scores
-from services.trainer.policy_trainer import load_learner, sharded_learner
+from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.world import join_ranks, leave_ranks
 from tests.support.learner import model_of, sequences_of
 from tests.unit.ranks import on_ranks

@@ -18,7 +18,7 @@ from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import AlgorithmConfig
 from pipelinerl.service.settings import RankSettings
 from services.trainer.learn.model import compile_policy, decoder_layers, frozen_copy, wrap_model
-from services.trainer.policy_trainer import load_learner
+from services.trainer.loading import load_learner
 from tests.support.learner import LENGTHS, assert_same, group_of, model_of, packed_gradients, sequences_of
 from tests.unit.builders import make_recipe
 from tests.unit.ranks import on_ranks

@@ -22,7 +22,7 @@ from pipelinerl.messages.sequences import decode_group, encode_group
 from pipelinerl.v1.control_pb2 import Registration
 from services.actor.app import Heartbeat
 from services.actor.hand_over import HeldGroups
-from services.actor.weight_sync.gate import ServingGate
+from services.actor.weight_sync.updates import ServingGate
 from tests.support.guarded_nats import PASSWORDS, guarded, logged, reload
 from tests.unit.builders import make_group
 

@@ -26,11 +26,10 @@ from pipelinerl.messages.sequences import Sequence as TrainedSequence
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
 from services.actor.engine import EngineError, GenerationRequest
 from services.actor.episodes.episode import Episode, Episodes
-from services.actor.finishing import Finisher
-from services.actor.generation import GenerationLoop, Sampler
+from services.actor.generation import Finisher, GenerationLoop, Sampler
 from services.actor.hand_over import HeldGroups, hand_over
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.gate import ServingGate
+from services.actor.weight_sync.updates import ServingGate
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN, make_group
 

@@ -26,7 +26,7 @@ PROCESSES.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "transformers.models.llama.modeling_llama",
         "transformers.models.qwen2.modeling_qwen2",
-        "services.trainer.policy_trainer",
+        "services.trainer.loading",
         "services.trainer.worker",
         "tests.unit.test_learner",
     ]

@@ -40,8 +40,7 @@ from pipelinerl.v1.control_pb2 import (
     Staged,
 )
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.gate import ServingGate
-from services.actor.weight_sync.updates import UpdateListener, decode_order
+from services.actor.weight_sync.updates import ServingGate, UpdateListener, decode_order
 from services.trainer.weight_sync.updater import ANSWER_TYPES, WeightUpdater
 from tests.support.generation import stage
 from tests.support.memory_bus import MemoryBus

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipelinerl.messages.sequences import FinishReason, PartialSequence, PolicyVersion, SamplingParams, VersionSpan
 from services.actor.engine import before_stop, cut_at_stop, followed_by, seed_of
 from services.actor.generation import Sampler
-from services.actor.weight_sync.gate import ServingGate
+from services.actor.weight_sync.updates import ServingGate
 from tests.support.generation import STOP, ScriptedEngine, generated, partial
 from tests.unit.builders import make_group
 

@@ -18,9 +18,8 @@ from pipelinerl.v1 import sequence_pb2
 from services.trainer.data.feeder import encode
 from services.trainer.data.intake import HeldSequences, Quarantine
 from services.trainer.learn.meter import BOUND_16_BIT, BOUND_FLOAT32, BOUND_QUANTIZED, bound_of
-from services.verifier.rewards.compose import ComposedReward
+from services.verifier.rewards.compose import ComposedReward, score_item
 from services.verifier.rewards.item import Score
-from services.verifier.worker import score_item
 from tests.support.memory_bus import MemoryServer
 from tests.unit.builders import make_episode, make_problem, make_recipe, make_sequence
 from tests.unit.trainer_fakes import TASK, Desk, desk

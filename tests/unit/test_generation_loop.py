@@ -20,9 +20,9 @@ from pipelinerl.v1.verifier_pb2 import (
     VerifyResult,
 )
 from services.actor.engine import EngineError, GenerationRequest, without_arrays
-from services.actor.finishing import FinishedSample, Finisher, encoded
+from services.actor.generation import FinishedSample, Finisher, encoded
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.gate import ServingGate
+from services.actor.weight_sync.updates import ServingGate
 from tests.support.generation import GOOD, ScriptedVerifier, generated, stage
 from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, make_group, make_sequence

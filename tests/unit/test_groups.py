@@ -1,5 +1,4 @@
-"""Groups: how many may be issued, in a simulated run too, which sequences may be trained on, and with which advantages; lag
-and ESS at extreme weights."""
+"""Groups: how many may be issued, in a simulated run too, which sequences may be trained on, and with which advantages; lag."""
 
 import heapq
 import math
@@ -21,7 +20,6 @@ from pipelinerl.rl.groups import (
     IssuedGroups,
     Lineage,
     StaleReason,
-    effective_sample_size,
     group_advantages,
     groups_before_step,
     issue_limit,
@@ -30,7 +28,6 @@ from pipelinerl.rl.groups import (
     stale_reason,
     starts_phase,
     untrainable_reason,
-    weight_sums,
 )
 from tests.unit.builders import make_group, make_recipe, make_sequence
 
@@ -304,26 +301,6 @@ def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(tr
     assert fmean(waits[40:]) < max(0.0, generates_s - trainer_s) + 0.1 * max(generates_s, trainer_s)
     if trainer_s > 1.2 * generates_s:
         assert fmean(left_over[40:]) < 16
-
-
-# --- effective sample size
-
-
-@pytest.mark.parametrize(
-    ("log_weights", "ratio"),
-    [
-        (np.log([1.0, 3.0]), 0.8),  # (1 + 3)² / (2 · (1 + 9))
-        (np.zeros(100), 1.0),
-        (np.log([1.0, 1.0, 1.0, 97.0]), 100**2 / (4 * (3 + 97**2))),  # clamped at 5 this would be 0.57
-        (np.array([2000.0, 2000.0, -2000.0]), 2 / 3),  # weights that no float holds
-        (np.array([-2000.0, -2000.0]), 1.0),
-    ],
-)
-def test_ess_by_hand(log_weights: np.ndarray, ratio: float) -> None:
-    """In one part, or divided into three, one of which is empty."""
-    assert effective_sample_size(weight_sums(log_weights)[None]) == pytest.approx(ratio)
-    parts = [weight_sums(own) for own in (log_weights[:1], log_weights[:0], log_weights[1:])]
-    assert effective_sample_size(np.array(parts)) == pytest.approx(ratio)
 
 
 # --- advantages, and what cannot be trained on

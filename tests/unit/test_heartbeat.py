@@ -11,7 +11,7 @@ from pipelinerl.messages.control import decode_control
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.v1.control_pb2 import Registration
 from services.actor.app import Heartbeat
-from services.actor.weight_sync.gate import ServingGate
+from services.actor.weight_sync.updates import ServingGate
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN
 

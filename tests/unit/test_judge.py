@@ -28,8 +28,7 @@ from services.verifier import judge as judging
 from services.verifier.judge import Judge, api_key
 from services.verifier.metrics import VerifierMetrics
 from services.verifier.pool import QueueFull, RewardPool
-from services.verifier.rewards.compose import make_reward
-from services.verifier.worker import score_item
+from services.verifier.rewards.compose import make_reward, score_item
 from tests.support.chat_endpoint import endpoint
 from tests.support.machine import an_hour_later, until
 

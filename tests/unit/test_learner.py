@@ -49,7 +49,7 @@ from services.trainer.learn.model import frozen_copy, load_policy, wrap_model
 from services.trainer.learn.optimizer import learning_rate
 from services.trainer.learn.policy import Float32Head, add_value_head
 from services.trainer.learn.step import Learner, PreparedStep
-from services.trainer.policy_trainer import load_learner
+from services.trainer.loading import load_learner
 from services.trainer.world import VALUE_HEAD
 from tests.support.learner import (
     EPISODES,

@@ -26,8 +26,7 @@ from pipelinerl.transfer.weight_log import WeightLog
 from pipelinerl.v1.control_pb2 import Registration
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import StagedWeights, WeightLoading
-from services.actor.weight_sync.gate import ServingGate
-from services.actor.weight_sync.updates import UpdateListener
+from services.actor.weight_sync.updates import ServingGate, UpdateListener
 from services.trainer.weight_sync.sender import LogWriter, Snapshot
 from services.trainer.weight_sync.updater import WeightUpdater
 from tests.support.memory_bus import MemoryBus, MemoryServer

@@ -23,7 +23,7 @@ from pipelinerl.rl.memory import (
     update_gib,
 )
 from services.actor.weight_sync import loaders
-from services.trainer.policy_trainer import check_memory, has_room_for_snapshots
+from services.trainer.loading import check_memory, has_room_for_snapshots
 
 SEVEN_B = Model(parameters=7.6e9, kv_bytes=56 * 1024)
 SHARE = "actor.engine.gpu_memory_utilization"

@@ -27,7 +27,8 @@ from pipelinerl.transfer.chunks import Unpacker, chunk_of
 from services.trainer.checkpoint.checkpointer import VALUE_HEAD_FILE, PolicyExport
 from services.trainer.checkpoint.state_files import restore
 from services.trainer.learn.step import Learner
-from services.trainer.policy_trainer import PolicyTrainer, load_learner, sharded_learner, weight_sender
+from services.trainer.loading import load_learner, sharded_learner, weight_sender
+from services.trainer.loop import PolicyTrainer
 from services.trainer.weight_sync import sender as weight_sender_module
 from services.trainer.worker import worker_loop
 from services.trainer.world import VALUE_HEAD, WEIGHTS, join_ranks, leave_ranks

@@ -20,7 +20,7 @@ from services.actor.episodes.endpoint import context_of
 from services.actor.episodes.formats import TemplateFormat, Unrenderable, chat_format
 from services.actor.preview import preview
 from services.trainer.data.feeder import encode
-from services.trainer.policy_trainer import load_tokenizer
+from services.trainer.loading import load_tokenizer
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
 from tests.unit.builders import make_recipe, model_folder
 

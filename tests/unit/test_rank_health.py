@@ -15,7 +15,7 @@ from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import RankSettings, TrainerSettings
 from services.trainer import worker as rank
 from services.trainer.learn.batch import TrainingGroup
-from services.trainer.policy_trainer import load_learner
+from services.trainer.loading import load_learner
 from services.trainer.world import END, HEARTBEAT, leave_ranks
 from tests.support.learner import model_of
 from tests.support.machine import free_port, wait_until

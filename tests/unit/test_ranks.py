@@ -20,14 +20,14 @@ from pipelinerl.recipe.fields import TrainerConfig
 from pipelinerl.recipe.rules import undivided
 from pipelinerl.service.settings import RankSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
-from services.trainer import policy_trainer as loading
+from services.trainer import loading
 from services.trainer.checkpoint.state_files import learner_state, local_part
 from services.trainer.learn.attention import RowPart, key_repeats
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.lora import whole
 from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS
 from services.trainer.learn.step import Learner
-from services.trainer.policy_trainer import load_learner, sharded_learner, weight_sender
+from services.trainer.loading import load_learner, sharded_learner, weight_sender
 from services.trainer.worker import carry_out, receive_batches, worker_loop
 from services.trainer.world import (
     ADAPTER,

@@ -32,13 +32,13 @@ from services.verifier.rewards.compose import (
     make_reward,
     overlong_penalty,
     regex,
+    score_item,
     user_scorer,
 )
 from services.verifier.rewards.item import BadReference, BadReward, RewardInput, Score, Scorer
 from services.verifier.rewards.mathematics import math_scorer
 from services.verifier.rewards.reasoning_gym import GUARDS, REFUSED, is_arithmetic, is_board, is_formula, reasoning_gym_scorer
 from services.verifier.sandbox import Means
-from services.verifier.worker import score_item
 
 
 def item(answer: str | None, reference: dict[str, Any] | str = "", **fields: Any) -> RewardInput:

@@ -12,7 +12,7 @@ from pipelinerl.service.settings import RankSettings
 from services.trainer.checkpoint.state_files import StateSaver, trained_parameters
 from services.trainer.learn.lora import whole
 from services.trainer.learn.step import Learner
-from services.trainer.policy_trainer import load_learner, sharded_learner
+from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.worker import worker_loop
 from services.trainer.world import END, join_ranks, leave_ranks
 from tests.support.learner import group_of, sequences_of, told_anywhere

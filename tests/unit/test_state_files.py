@@ -14,7 +14,7 @@ from services.trainer.checkpoint.state_files import StateSaver, learner_state, l
 from services.trainer.learn.lora import add_adapters
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
-from services.trainer.policy_trainer import sharded_learner
+from services.trainer.loading import sharded_learner
 from services.trainer.worker import worker_loop
 from services.trainer.world import END, join_ranks, leave_ranks
 from tests.support.learner import LENGTHS, group_of, model_of, sequences_of, told_anywhere

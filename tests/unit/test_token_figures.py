@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.rl.groups import LAG_BUCKETS, lag_bucket
-from services.trainer.learn.meter import TokenStatistics, token_figures, token_statistics
+from services.trainer.learn.meter import TokenStatistics, effective_sample_size, token_figures, token_statistics, weight_sums
 
 TOTALS = np.array([0.5, 0.0, 0.25, 1.0])
 BOUND = 0.5
@@ -126,3 +126,20 @@ def test_a_rank_reports_as_much_however_many_tokens_it_has() -> None:
         )
 
     assert num_bytes(20_000) == num_bytes(20) < 1000
+
+
+@pytest.mark.parametrize(
+    ("log_weights", "ratio"),
+    [
+        (np.log([1.0, 3.0]), 0.8),  # (1 + 3)² / (2 · (1 + 9))
+        (np.zeros(100), 1.0),
+        (np.log([1.0, 1.0, 1.0, 97.0]), 100**2 / (4 * (3 + 97**2))),  # clamped at 5 this would be 0.57
+        (np.array([2000.0, 2000.0, -2000.0]), 2 / 3),  # weights that no float holds
+        (np.array([-2000.0, -2000.0]), 1.0),
+    ],
+)
+def test_ess_by_hand(log_weights: np.ndarray, ratio: float) -> None:
+    """In one part, or divided into three, one of which is empty."""
+    assert effective_sample_size(weight_sums(log_weights)[None]) == pytest.approx(ratio)
+    parts = [weight_sums(own) for own in (log_weights[:1], log_weights[:0], log_weights[1:])]
+    assert effective_sample_size(np.array(parts)) == pytest.approx(ratio)

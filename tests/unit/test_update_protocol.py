@@ -23,8 +23,7 @@ from pipelinerl.transfer.manifest import GroupSpec, Manifest, TransferResult, bu
 from pipelinerl.v1.control_pb2 import EpochJoined, Registration, Staged
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import CommitFailed, StagedWeights, WeightLoading
-from services.actor.weight_sync.gate import ServingGate
-from services.actor.weight_sync.updates import UpdateListener
+from services.actor.weight_sync.updates import ServingGate, UpdateListener
 from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.coordinator import DeadlinePassed, EvictionCause
 from services.trainer.weight_sync.membership import MemberChange, UpdateRecord

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from pipelinerl.messages.sequences import Sequence
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.rl.groups import LAG_BUCKETS, effective_sample_size, lag_bucket, weight_sums
+from pipelinerl.rl.groups import LAG_BUCKETS, lag_bucket
 from pipelinerl.rl.packing import CostModel
 from services.trainer.learn.batch import HostMicroBatch, TrainingGroup
 
@@ -251,3 +251,19 @@ def explained_variance(moments: NDArray[np.float64]) -> float | None:
     tokens, sums, squares = moments.sum(axis=0).T
     of_returns, of_errors = (squares - sums**2 / tokens).tolist()
     return 1 - of_errors / of_returns if of_returns > EQUAL * squares[0] else None
+
+
+def weight_sums(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [N, l, Σ w / e^l, Σ (w / e^l)²] of N finite log weights, with w = exp(log weight) and l the largest log weight.
+    Without the division by the largest weight, e^±1000 would overflow or vanish. Without tokens, l is -∞ and the sums 0."""
+    largest = log_weights.max(initial=-np.inf)
+    weights = np.exp(log_weights - largest)
+    return np.array((len(weights), largest, weights.sum(), (weights * weights).sum()))
+
+
+def effective_sample_size(sums: NDArray[np.float64]) -> float:
+    """Return (Σ w)² / (N Σ w²) over all N >= 1 tokens: in (0, 1], and 1 when on-policy. Weights are not clamped. `sums`
+    [parts, 4]: the `weight_sums` of each part of the tokens."""
+    tokens, largest, total, squares = sums.T
+    scale = np.exp(largest - largest.max())
+    return min(1.0, float((total * scale).sum() ** 2 / (tokens.sum() * (squares * scale * scale).sum())))

@@ -6,6 +6,8 @@ With `truncated: zero`, a completion that was cut at its length limit gets only 
 
 A scorer may be a user's own function, `my_pkg.rewards:score`. It takes a `RewardInput` and returns a number, or named numbers
 that are added up. Functions written for verl or TRL are recognised by their parameters and called accordingly.
+
+`score_item` turns errors of a reward into the status of its item's result.
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ import inspect
 import json
 import math
 import re
+import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, TypeVar
 
 from pipelinerl.episodes import imported
-from pipelinerl.errors import FieldError, as_unicode
+from pipelinerl.errors import FieldError, as_unicode, located
 from pipelinerl.recipe.fields import JudgeConfig, RewardConfig, TaskConfig
 from pipelinerl.tasks.final_answer import outside, thoughts
 from pipelinerl.tasks.rows import ABSENT, value_in
 from pipelinerl.tasks.source import conversation, prompt_of
+from pipelinerl.v1 import sequence_pb2, verifier_pb2
 from services.verifier.rewards.code import code_scorer
 from services.verifier.rewards.item import NO_ANSWER, BadReference, BadReward, RewardInput, Score, Scorer, reference_answer
 from services.verifier.rewards.mathematics import math_scorer
@@ -32,6 +37,10 @@ from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 
 MOST_TERMS, TERM_CHARACTERS = 128, 100
 """Maximum number of terms of a user's function, and maximum length of their names."""
+MESSAGE_CHARACTERS = 500
+"""Maximum length of a result's message and answer."""
+_FINISH_REASONS = {sequence_pb2.FINISH_REASON_STOP: "stop", sequence_pb2.FINISH_REASON_LENGTH: "length"}
+_Result = TypeVar("_Result")
 _ALMOST = 1e-9
 """Largest rounding error with which a score still counts as 1."""
 
@@ -93,6 +102,92 @@ class ComposedReward:
         if wrong := wrong_number((total, *terms.values()), self._config.max_abs):
             raise BadReward(f"{wrong}: {', '.join(f'{name} = {term}' for name, term in terms.items())}"[:200])
         return Score(total, "; ".join(reasons), terms, score.metrics)
+
+
+def score_item(reward: ComposedReward, item: verifier_pb2.VerifyItem) -> verifier_pb2.VerifyResult:
+    """Score one item. Never raises; an exception of the reward becomes the result's status."""
+    answer = None
+
+    def score() -> verifier_pb2.VerifyResult:
+        nonlocal answer
+        answer = reward.find_answer(item.completion_text, item.prompt_text)
+        scored = reward(
+            RewardInput(
+                prompt=item.prompt_text,
+                completion=item.completion_text,
+                answer=answer,
+                reference=_reference(item.reference_json),
+                completion_tokens=item.completion_tokens,
+                max_tokens=item.max_tokens,
+                finish_reason=_FINISH_REASONS.get(item.finish_reason, ""),
+                judgement=item.judgement,
+                task=item.task,
+                sequence_id=item.sequence_id,
+            )
+        )
+        return verifier_pb2.VerifyResult(
+            status=verifier_pb2.VERIFY_STATUS_OK,
+            reward=scored.value,
+            components=scored.parts,
+            metrics=scored.metrics,
+            message=as_unicode(scored.reason)[:MESSAGE_CHARACTERS],
+            answer=(answer or "")[:MESSAGE_CHARACTERS],
+        )
+
+    return outcome(item.sequence_id, score, "reward", lambda error: _hint(error, item, answer))
+
+
+def outcome(
+    sequence_id: str, attempt: Callable[[], _Result], what: str, hint: Callable[[BaseException], str]
+) -> _Result | verifier_pb2.VerifyResult:
+    """Return what `attempt` returns, or a failed result if it raises. `what`: "reward" or "episode", for messages."""
+    started_s = time.perf_counter()
+    result: _Result | verifier_pb2.VerifyResult
+    try:
+        result = attempt()
+    except BadReference as error:
+        result = failed(verifier_pb2.VERIFY_STATUS_BAD_REFERENCE, str(error))
+    except BadReward as error:
+        result = failed(verifier_pb2.VERIFY_STATUS_BAD_REWARD, str(error))
+    except MemoryError:  # the traceback holds the memory and is freed at the end of this block
+        result = failed(verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY, f"the {what} exceeded reward.memory_mib")
+    except BaseException as error:  # noqa: BLE001 - the process boundary; users' code may also raise SystemExit
+        traceback.print_exc()
+        result = failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the {what} raised {located(error)}{hint(error)}")
+    if isinstance(result, verifier_pb2.VerifyResult):
+        result.sequence_id, result.seconds = sequence_id, time.perf_counter() - started_s
+    return result
+
+
+def failed(
+    status: verifier_pb2.VerifyStatus, message: str, sequence_id: str = "", seconds: float = 0.0
+) -> verifier_pb2.VerifyResult:
+    """Return a failed result. `message` may quote users' code and the policy's output."""
+    message = as_unicode(message)[:MESSAGE_CHARACTERS]
+    return verifier_pb2.VerifyResult(sequence_id=sequence_id, status=status, message=message, seconds=seconds)
+
+
+def _hint(error: BaseException, item: verifier_pb2.VerifyItem, answer: str | None) -> str:
+    if f"'{RewardInput.__name__}'" in str(error):
+        return f"; the argument is an item, with the attributes {', '.join(RewardInput.__dataclass_fields__)}"
+    if isinstance(error, KeyError):
+        reference = _reference(item.reference_json)
+        row = reference.get("row")
+        fields = f", and its row {', '.join(row)}" if isinstance(row, dict) else ""
+        return f"; item.reference has {', '.join(reference) or 'nothing'}{fields}"
+    if answer is None and isinstance(error, AttributeError | TypeError):
+        return "; item.answer is None, since reward.answer_pattern found nothing"
+    return ""
+
+
+def _reference(text: str) -> dict[str, Any]:
+    try:
+        reference = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadReference("reference_json", f"not JSON: {error}") from error
+    if not isinstance(reference, dict):
+        raise BadReference("reference_json", f"a JSON object is needed, not {type(reference).__name__}")
+    return reference
 
 
 def wrong_number(values: Iterable[float], max_abs: float) -> str:

@@ -1,4 +1,4 @@
-"""Load, check and shard the model on every rank. `PolicyTrainer` is the optimizer loop's interface to it.
+"""Load, check and shard the model on every rank.
 
 Rank 0 loads the weights and finds out which attention and output head work; the other ranks read only the configuration. A
 single rank keeps whole weights on its device. A checkpoint's state is restored only after the reference of the KL term is
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,19 +26,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from pipelinerl import __version__
 from pipelinerl.errors import FieldError
-from pipelinerl.initial_model import model_source
 from pipelinerl.messages.control import Backend
-from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.prompts import use_chat_template
 from pipelinerl.recipe.fields import Recipe
 from pipelinerl.recipe.rules import undivided
 from pipelinerl.rl.memory import GIB, Model, sends_adapters, snapshot_gib, state_bytes, trainer_problem
-from pipelinerl.service.settings import RankSettings, TrainerSettings
-from pipelinerl.transfer.group import HOST, GroupStore, on_device, transfer_backend
+from pipelinerl.service.settings import RankSettings
+from pipelinerl.transfer.group import HOST, GroupStore, on_device
 from pipelinerl.transfer.manifest import chunk_size
-from services.trainer.checkpoint.checkpointer import PolicyExport, load_value_head
-from services.trainer.checkpoint.run_state import RESUME, STATE, Start
-from services.trainer.checkpoint.state_files import StateSaver, restore
+from services.trainer.checkpoint.checkpointer import load_value_head
+from services.trainer.checkpoint.state_files import restore
 from services.trainer.learn.attention import RowPart, key_repeats
 from services.trainer.learn.meter import bound_of
 from services.trainer.learn.model import (
@@ -52,111 +48,11 @@ from services.trainer.learn.model import (
     load_policy,
 )
 from services.trainer.learn.policy import Policy, add_value_head
-from services.trainer.learn.step import Learner, PreparedStep
-from services.trainer.weight_sync.sender import (
-    Snapshot,
-    WeightSender,
-    adapter_factors,
-    as_in_files,
-    converted_parameters,
-    whole_weights,
-)
-from services.trainer.world import ADAPTER, END, WEIGHTS, Message, RankLayout, World, join_ranks, world_of_ranks
+from services.trainer.learn.step import Learner
+from services.trainer.weight_sync.sender import WeightSender, adapter_factors, whole_weights
+from services.trainer.world import Message, RankLayout, World, join_ranks, world_of_ranks
 
 log = logging.getLogger(__name__)
-
-
-class PolicyTrainer:
-    """Trains the policy, and makes its snapshots and checkpoints. All methods block. Call all on the same thread."""
-
-    def __init__(self, learner: Learner, tokenizer: PreTrainedTokenizerBase, sender: WeightSender, recipe: Recipe) -> None:
-        self.learner, self._recipe = learner, recipe
-        self.tokenizer, self.sender, self.vocab_size = tokenizer, sender, learner.policy.vocab_size
-        self.num_ranks = learner.world.layout.size
-        self._converted = frozenset() if sends_adapters(recipe) else converted_parameters(learner.policy.model)
-        self._version: int | None = None
-        """Version of the weights; None before this process's first step."""
-        self._snapshot: Snapshot | None = None
-        """Copy of the current weights; None if none has been made yet."""
-        self._state = StateSaver(learner)
-        self._export = PolicyExport(learner.policy.model, tokenizer, DTYPES[recipe.model.dtype])
-
-    def step(self, prepared: PreparedStep) -> dict[str, Any]:
-        self._snapshot = None
-        figures = self.learner.step(prepared)
-        self._version = prepared.version + 1  # a skipped step counts, too
-        if figures["skipped"]:
-            ids = ",".join(prepared.sequence_ids)
-            log.error("step skipped: the loss or a gradient is not finite", extra={"sequences": ids})
-        return figures
-
-    def end(self) -> None:
-        """Order the other ranks to end, and wait for a checkpoint that is being written."""
-        self.learner.order(END)
-        self._state.end()
-
-    def snapshot(self, version: PolicyVersion) -> Snapshot:
-        """Copy the current weights, which must be of `version`, in the form that actors receive."""
-        if self._snapshot is None:
-            if sends_adapters(self._recipe):
-                sent = self.learner.gather(ADAPTER)
-            else:
-                weights = self.learner.gather(WEIGHTS, self.sender.manifest.wire_dtype)
-                sent = as_in_files(self.learner.policy.model, weights, self._converted)
-            self._snapshot = self.sender.snapshot(version, sent)
-        return self._snapshot
-
-    def leave_gpu(self) -> None:
-        """Release GPU memory that torch only caches, for example for activations. Weights and moments stay on the GPU."""
-        torch.cuda.empty_cache()
-
-    def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
-        """Copy the training state on all ranks, and to rank 0 the weights to export. All must be of `version`.
-
-        Return a function that writes the export into an existing folder, and the state into `resume/state` below it. Call it at
-        most once, on another thread, before the next checkpoint begins. It makes the state durable; the caller must sync the
-        export. It raises `OSError`, and `ServiceError` if a rank cannot write.
-        """
-        assert self._version in (None, version), f"the weights are of version {self._version}, not {version}"
-        self._state.stage()
-        self._export.stage(self.learner)
-        about = {"recipe": self._recipe.name, "policy_version": version, "seed": self._recipe.seed}
-
-        def write(folder: Path) -> None:
-            try:
-                self._export.write(folder, about)
-            except BaseException:
-                self._state.abandon()  # otherwise the other ranks would wait for the folder's name
-                raise
-            self._state.write(folder / RESUME / STATE)
-
-        return write
-
-
-def load_policy_trainer(
-    recipe: Recipe, settings: TrainerSettings, ranks: RankSettings, start: Start | None = None
-) -> PolicyTrainer:
-    """Rank 0: load the model, the tokenizer and the checkpoint's state. Raises the errors of `load_learner`, and `OSError` if
-    this process cannot listen on `transfer_port`."""
-    backend = transfer_backend(recipe.weights.backend, torch.cuda.is_available())
-    source = model_source(recipe, settings)
-    tokenizer = load_tokenizer(source, recipe)
-    tensors = start.folder / STATE if start and start.folder else None
-    learner = load_learner(recipe, source, ranks, tensors, settings.revision)
-    layout, policy = learner.world.layout, learner.policy
-    facts = {
-        "ranks": layout.size,
-        "shard_ranks": layout.shard_ranks,
-        "context_parallel": layout.sequence_ranks,
-        "parameters": sum(parameter.numel() for parameter in policy.parameters()),
-        "trained": sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
-        "value_head": policy.value_head is not None,
-        "attention": learner.policy.attention,
-    }
-    log.info("policy ready", extra=facts)
-    store = GroupStore(settings.transfer_host, settings.transfer_port, settings.advertise_host)
-    sender = weight_sender(learner, recipe, backend, store, settings.advertise_host)
-    return PolicyTrainer(learner, tokenizer, sender, recipe)
 
 
 def weight_sender(
