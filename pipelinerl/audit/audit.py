@@ -74,7 +74,7 @@ def _read_checkpoint(resume: Path) -> Checkpoint:
         while (message := parse_length_prefixed(sequence_pb2.Sequence, file)) is not None:
             held.append(str(message.sequence_id))
     numbers = {name: content[name] for name in ("journal_bytes", "position", "next_group")}
-    ledger = Ledger.from_state(content["tracker" if "tracker" in content else "books"]["ledger"])  # "books" in earlier releases
+    ledger = Ledger.from_state(content["tracker"]["ledger"])
     return Checkpoint(resume.parent, content["policy_version"], **numbers, ledger=ledger, held=frozenset(held))
 
 

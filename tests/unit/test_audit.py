@@ -255,8 +255,7 @@ def test_a_checkpoint_that_says_otherwise(tmp_path: Path, change: dict[str, Any]
 def test_a_checkpoint_with_other_sequences_in_flight(tmp_path: Path) -> None:
     run_state = checkpointed(tmp_path) / RESUME / "run.json"
     content = json.loads(run_state.read_text())
-    content["books"] = content.pop("tracker")  # as earlier releases wrote it
-    content["books"]["ledger"]["in_flight"][0] = "g00000009.0"
+    content["tracker"]["ledger"]["in_flight"][0] = "g00000009.0"
     content["held"]["open"] = [{"id": "g00000008.0", "failure": "engine", "group_size": 2}]
     run_state.write_text(json.dumps(content))
     found = audit_files(tmp_path).findings[Check.CHECKPOINTS].examples

@@ -191,8 +191,10 @@ async def test_tokens_in_and_tokens_out_as_verifiers_clients_ask() -> None:
         async with httpx.AsyncClient(timeout=60) as raw:
             wrong = ([], [-1], [VOCAB_SIZE], [1.5], "ab", None)
             several = {"token_ids": context, "sampling_params": {"n": 2}}
-            for body in (*({"token_ids": one} for one in wrong), several):
-                refused = await raw.post(path, json=body)
+            bodies = [(path, body) for body in (*({"token_ids": one} for one in wrong), several)]
+            stopped = {"model": "m", "messages": ASK, "stop_token_ids": [5]}
+            for url, body in (*bodies, (f"{client.base_url}chat/completions", stopped)):
+                refused = await raw.post(url, json=body)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
 
 

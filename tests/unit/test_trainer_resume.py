@@ -379,9 +379,6 @@ def test_what_is_held_comes_back_from_disk(tmp_path: Path) -> None:
     ready = (make_sequence(two, 0), make_episode(two, 1))
     held = HeldSequences((taken,), (ready,), (make_sequence(three, 0), failed))
     make_run_state(5, SequenceTracker(), held=held).save(tmp_path)
-    written = json.loads((tmp_path / "run.json").read_text())
-    written |= {"starts": [0, 3], "recipe_hash": "", "books": written.pop("tracker")}  # as earlier releases did
-    (tmp_path / "run.json").write_text(json.dumps(written))
     state = load_run_state(tmp_path)
     assert state.tracker == SequenceTracker().to_state()
     assert state.policy_version == 5

@@ -119,6 +119,8 @@ class Endpoint:
         _check_count(body)
         if body.get("functions"):
             raise Unrenderable(f"functions = {body['functions']!r:.100}: use tools, which replaced this field")
+        if asked.stop_token_ids:
+            raise Unrenderable(f"stop_token_ids = {asked.stop_token_ids!r:.100}: the chat format's tokens end a turn; use stop")
         tools, may_call = asked.tools or [], asked.tool_choice != "none"
         context = context_of(chat, episode.served, messages, tools)
         self._count_ignored(ignored_fields(body, episode.sampling))

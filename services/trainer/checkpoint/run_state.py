@@ -150,10 +150,7 @@ def load_run_state(folder: Path) -> RunState:
             while (message := parse_length_prefixed(sequence_pb2.Sequence, file)) is not None:
                 sequences[message.sequence_id] = decode_sequence(message.SerializeToString())
         held = _held_from_json(content.pop("held"), sequences, content["run"])
-        unused = ("starts", "recipe_hash")  # earlier releases wrote them
-        if "books" in content:  # the key of earlier releases
-            content["tracker"] = content.pop("books")
-        return RunState(**{name: value for name, value in content.items() if name not in unused}, held=held)
+        return RunState(**content, held=held)
     except (OSError, ValueError, KeyError, TypeError, DecodeError, PipelineRLError) as error:
         raise ServiceError(
             f"the checkpoint in {folder.parent} cannot be read: {error!r}. Remove that folder to resume from the previous one"
