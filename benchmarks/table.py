@@ -39,12 +39,10 @@ _BUSY_LOAD = 4.0
 """Load average from which the page of results says how busy the machine was."""
 
 _COLUMNS = {
-    "bus": "payload payload_bytes ours_per_s bare_per_s ratio goal",
     "trainer_overhead": (
         "case ranks threads_per_rank learner_tokens_per_s bare_tokens_per_s ratio ratio_best ratio_cpu_time goal "
         "by_shared_prompts by_zero_advantages by_one_rank"
     ),
-    "rank_orders": "way figures_s orders_s messages_s between_s s_per_million_tokens share_of_step goal sent_ahead_s",
     "trainer_gpu": (
         "model row_tokens recomputed compiled tokens_per_s bare_tokens_per_s ratio mfu goal_mfu bare_mfu peak_gib bare_peak_gib"
     ),
@@ -52,23 +50,12 @@ _COLUMNS = {
         "run weights steps heldout_first heldout_last lag_mean ess_mean mib_per_update transfer_ms stall_ms stall_ms_p99 "
         "failed_probes largest_mismatch"
     ),
-    "checkpoint": "case step_s blocking_ms writing_s restore_s ratio ratio_best ratio_cpu_time goal",
     "weight_log": (
         "case changed delta_mb share bare_share encode_s_per_gb bare_encode_s_per_gb encode_ratio decode_s_per_gb "
         "bare_decode_s_per_gb decode_ratio sha256_s_per_gb"
     ),
-    "actor_overhead": (
-        "case weights actor_tokens_per_s bare_tokens_per_s bare_without_logprobs_tokens_per_s ratio ratio_best goal"
-    ),
     "adapters": "step effect_nats actor actor_error trainer trainer_error merged merged_error",
-    "prefix_cache": "case prompt_tokens turns prompt_cached tokens_per_s uncached_tokens_per_s ratio ratio_cpu_time",
     "episodes": "case wait_s turn_s episodes decoding actor_tokens_per_s bare_tokens_per_s ratio goal ratio_engine_cpu",
-    "episode_endpoint": (
-        "think_s ours_turn_ms bare_turn_ms plain_turn_ms overhead_ms overhead_p95_ms over_plain_ms goal_ms "
-        "ours_front_cpu_ms bare_front_cpu_ms"
-    ),
-    "sandbox": "means programs_per_s bare_per_s ratio goal",
-    "observing": "case ratio ratio_quartiles ratio_cpu_time ratio_by_cost goal observers_cpu_ms step_cpu_ms pairs",
     "versus_trl": (
         "recipe side accuracy reached time_to_accuracy_s time_interval_s speed_of_pipeline speed_interval step_s lag_mean "
         "completion_tokens accuracy_first accuracy_last steps"
@@ -108,18 +95,41 @@ COLUMNS: dict[str, tuple[str, ...]] = {name: tuple(columns.split()) for name, co
 """Columns of the table of a benchmark. A benchmark that is missing here shows all its numbers and texts."""
 
 ROWS: dict[str, dict[str, set[Any]]] = {
-    "audit": {"sequences": {1_000, 1_000_000}},
+    "episodes": {"wait_s": {1.0, 5.0}},
     "fault_matrix": {"signal": {"SIGKILL", "SIGTERM"}},
-    "membership": {"members": {1, 8, 32, 64}},
+    "membership": {"members": {1, 8, 64}},
     "pipeline_at_equal_lag": {"largest_lag": {7}},
-    "prefix_cache": {"case": {"smollm2"}, "prompt_tokens": {64, 256}},
+    "pipeline_vs_conventional": {
+        "side": {
+            "pipeline",
+            "pipeline-7-h128",
+            "conventional-1-h256",
+            "conventional-4-h256",
+            "conventional-8-h256",
+            "conventional-12-h512",
+        }
+    },
     "recovery": {"times": {"default"}, "phase": {"joining", "receiving", "staged", "serving"}},
     "scaling": {"accelerators": {128, 4096}},
     "stale_kv": {"positions": {"all", "192-"}},
     "trainer_gpu": {"row_tokens": {8192}},
-    "trainer_memory": {"way": {"naive", "ours", "all kept", "checkpointed"}, "dtype": {"bfloat16"}},
 }
 """Rows of long results that the page shows, by the values of columns. The result file has all rows."""
+
+WITHOUT_TABLE = {
+    "actor_overhead",
+    "audit",
+    "bus",
+    "checkpoint",
+    "completion_lengths",
+    "episode_endpoint",
+    "observing",
+    "prefix_cache",
+    "rank_orders",
+    "sandbox",
+    "trainer_memory",
+}
+"""Benchmarks without a section: the page of results has their figures, with a link to the result file."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +159,8 @@ class Figure:
         goals = [f"{sign} {number(goal, self.unit)}" for sign, goal in (("≥", least), ("≤", most)) if goal is not None]
         met = (least is None or value >= least) and (most is None or value <= most)
         verdict = ("yes" if met else "**no**") if goals else "-"
-        cells = (
-            f"[{self.benchmark}](#{self.benchmark})",
-            self.compared,
-            number(value, self.unit) + interval,
-            ", ".join(goals) or "-",
-        )
+        target = f"results/{self.benchmark}.json" if self.benchmark in WITHOUT_TABLE else f"#{self.benchmark}"
+        cells = (f"[{self.benchmark}]({target})", self.compared, number(value, self.unit) + interval, ", ".join(goals) or "-")
         return "| " + " | ".join((*cells, verdict)) + " |"
 
 
@@ -181,13 +187,6 @@ SUMMARY = (
         "speed_of_pipeline",
         interval="speed_interval",
         at_least=1.2,
-    ),
-    Figure(
-        "versus_trl",
-        "time to 0.2, `smollm2`, 20 steps of one seed: TRL's divided by ours",
-        {"recipe": "smollm2", "side": "trl"},
-        "speed_of_pipeline",
-        interval="speed_interval",
     ),
     Figure(
         "pipeline_vs_conventional",
@@ -225,14 +224,6 @@ SUMMARY = (
         at_least=0.9,
         at_most=1.1,
     ),
-    Figure(
-        "simulated_runs",
-        "the same for `repeated-addition`",
-        {"recipe": "repeated-addition", "case": "pipeline"},
-        "measured_by_simulated",
-        at_least=0.9,
-        at_most=1.1,
-    ),
     Figure("trainer_overhead", "learner against a bare torch loop, 1M parameters", {"case": "tiny"}, at_least="goal"),
     Figure("trainer_overhead", "the same with 135M parameters", {"case": "smollm2"}, at_least="goal"),
     Figure("trainer_overhead", "the same on two ranks, 1M parameters", {"case": "tiny-2-ranks"}, at_least="goal"),
@@ -245,6 +236,13 @@ SUMMARY = (
         at_most="goal",
     ),
     Figure(
+        "rank_orders",
+        "the same if rank 0 computed all figures and sent all batches between the steps",
+        {"way": "rank 0"},
+        "share_of_step",
+        "",
+    ),
+    Figure(
         "trainer_gpu",
         "learner's MFU on an H200, 1.5B parameters, compiled, rows of 8,192 tokens",
         {"model": "Qwen2 1.5B", "row_tokens": 8192, "compiled": True},
@@ -253,15 +251,15 @@ SUMMARY = (
         at_least="goal_mfu",
     ),
     Figure(
-        "trainer_gpu",
-        "tokens per second of this learner against a bare torch loop",
-        {"model": "Qwen2 1.5B", "row_tokens": 8192, "compiled": True},
-    ),
-    Figure(
         "trainer_memory",
         "peak memory of log-probabilities and loss against direct computation, bfloat16",
         {"part": "head", "way": "ours", "dtype": "bfloat16"},
         at_most="goal",
+    ),
+    Figure(
+        "trainer_memory",
+        "peak memory of half of Qwen2.5-0.5B's layers with gradient checkpointing against that without, bfloat16",
+        {"part": "layers", "way": "checkpointed", "dtype": "bfloat16"},
     ),
     Figure("checkpoint", "time of 20 steps without a checkpoint against 20 steps with one", {"case": "tiny"}, at_least="goal"),
     Figure("actor_overhead", "actor against bare vLLM, 1M parameters", {"case": "tiny"}, at_least="goal"),
@@ -299,7 +297,7 @@ SUMMARY = (
     ),
     Figure(
         "weight_log",
-        "a delta's bytes against the whole weights', bfloat16, 135M parameters, Adam at 1e-6, step 6",
+        "a delta's bytes against those of the weights, bfloat16, 135M parameters, Adam at 1e-6, step 6",
         {"case": "step 6"},
         "share",
         "",
@@ -307,21 +305,21 @@ SUMMARY = (
     ),
     Figure(
         "weight_log",
-        "encoding this delta, processor seconds per GB",
+        "encoding this delta against bare zstd on the same bytes",
         {"case": "step 6"},
-        "encode_s_per_gb",
-        "",
-        at_most="goal_s_per_gb",
-    ),
-    Figure(
-        "weight_log", "encoding against bare zstd on the same bytes", {"case": "step 6"}, "encode_ratio", at_most="goal_ratio"
-    ),
-    Figure(
-        "weight_log", "decoding against bare zstd on the same bytes", {"case": "step 6"}, "decode_ratio", at_most="goal_ratio"
+        "encode_ratio",
+        at_most="goal_ratio",
     ),
     Figure(
         "weight_log",
-        "bytes that the trainer sends while 16 actors join at once from the log in NATS, divided by a version's",
+        "decoding it against bare zstd on the same bytes",
+        {"case": "step 6"},
+        "decode_ratio",
+        at_most="goal_ratio",
+    ),
+    Figure(
+        "weight_log",
+        "bytes that the trainer sends while 16 actors join at once from the log in NATS, divided by those of a version",
         {"way": "nats"},
         "sent_by_version",
         "",
@@ -363,6 +361,11 @@ SUMMARY = (
         {"case": "smollm2", "prompt_tokens": 256},
     ),
     Figure(
+        "prefix_cache",
+        "the same for conversations of four turns with prompts of 64 tokens",
+        {"case": "smollm2", "prompt_tokens": 64, "turns": 4},
+    ),
+    Figure(
         "episodes",
         "actor whose environments take 1 s a turn against bare vLLM without waiting, 1M parameters",
         {"case": "tiny", "wait_s": 1.0},
@@ -377,12 +380,34 @@ SUMMARY = (
         "ms",
         at_most="goal_ms",
     ),
+    Figure(
+        "episode_endpoint",
+        "the same with pauses of 0.5 s between the turns of a conversation",
+        {"think_s": 0.5},
+        "overhead_ms",
+        "ms",
+        at_most="goal_ms",
+    ),
     Figure("sandbox", "programs in bubblewrap against a bare subprocess", {"means": "bubblewrap"}, at_least="goal"),
     Figure("sandbox", "programs under Landlock against a bare subprocess", {"means": "landlock"}, at_least="goal"),
     Figure(
         "observing", "training with metrics and an open page against training without", {"case": "trainer"}, at_least="goal"
     ),
     Figure("observing", "decoding with metrics against decoding without", {"case": "actor"}, at_least="goal"),
+    Figure(
+        "audit",
+        "microseconds per sequence of `pipelinerl audit`, one million sequences",
+        {"sequences": 1_000_000},
+        "audit_us",
+        "",
+    ),
+    Figure("audit", "the same for one thousand sequences", {"sequences": 1_000}, "audit_us", ""),
+    Figure(
+        "completion_lengths",
+        "longest completion divided by the mean, `repeated-addition`, trained policy",
+        {"policy": "after training"},
+        "longest_by_mean",
+    ),
 )
 """The page of results, in its order."""
 

@@ -108,7 +108,7 @@ def test_benchmark_results_are_those_of_the_result_files_and_each_has_its_place(
         assert table.filled(text) == text, "run: python -m benchmarks.table"
     text = "".join(document.read_text(encoding="utf-8") for document in table.DOCUMENTS)
     results = [path.stem for path in (table.FOLDER / "results").glob("*.json")]
-    assert [name for name in results if f"<!-- result: {name} -->" not in text] == []
+    assert [name for name in results if f"<!-- result: {name} -->" not in text and f"(results/{name}.json)" not in text] == []
 
 
 def described(section: str) -> set[str]:
