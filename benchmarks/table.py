@@ -39,10 +39,6 @@ _BUSY_LOAD = 4.0
 """Load average from which the page of results says how busy the machine was."""
 
 _COLUMNS = {
-    "trainer_overhead": (
-        "case ranks threads_per_rank learner_tokens_per_s bare_tokens_per_s ratio ratio_best ratio_cpu_time goal "
-        "by_shared_prompts by_zero_advantages by_one_rank"
-    ),
     "trainer_gpu": (
         "model row_tokens recomputed compiled tokens_per_s bare_tokens_per_s ratio mfu goal_mfu bare_mfu peak_gib bare_peak_gib"
     ),
@@ -54,8 +50,6 @@ _COLUMNS = {
         "case changed delta_mb share bare_share encode_s_per_gb bare_encode_s_per_gb encode_ratio decode_s_per_gb "
         "bare_decode_s_per_gb decode_ratio sha256_s_per_gb"
     ),
-    "adapters": "step effect_nats actor actor_error trainer trainer_error merged merged_error",
-    "episodes": "case wait_s turn_s episodes decoding actor_tokens_per_s bare_tokens_per_s ratio goal ratio_engine_cpu",
     "versus_trl": (
         "recipe side accuracy reached time_to_accuracy_s time_interval_s speed_of_pipeline speed_interval step_s lag_mean "
         "completion_tokens accuracy_first accuracy_last steps"
@@ -95,7 +89,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {name: tuple(columns.split()) for name, co
 """Columns of the table of a benchmark. A benchmark that is missing here shows all its numbers and texts."""
 
 ROWS: dict[str, dict[str, set[Any]]] = {
-    "episodes": {"wait_s": {1.0, 5.0}},
     "fault_matrix": {"signal": {"SIGKILL", "SIGTERM"}},
     "membership": {"members": {1, 8, 64}},
     "pipeline_at_equal_lag": {"largest_lag": {7}},
@@ -118,16 +111,19 @@ ROWS: dict[str, dict[str, set[Any]]] = {
 
 WITHOUT_TABLE = {
     "actor_overhead",
+    "adapters",
     "audit",
     "bus",
     "checkpoint",
     "completion_lengths",
     "episode_endpoint",
+    "episodes",
     "observing",
     "prefix_cache",
     "rank_orders",
     "sandbox",
     "trainer_memory",
+    "trainer_overhead",
 }
 """Benchmarks without a section: the page of results has their figures, with a link to the result file."""
 
@@ -227,6 +223,21 @@ SUMMARY = (
     Figure("trainer_overhead", "learner against a bare torch loop, 1M parameters", {"case": "tiny"}, at_least="goal"),
     Figure("trainer_overhead", "the same with 135M parameters", {"case": "smollm2"}, at_least="goal"),
     Figure("trainer_overhead", "the same on two ranks, 1M parameters", {"case": "tiny-2-ranks"}, at_least="goal"),
+    Figure(
+        "trainer_overhead",
+        "two ranks of one thread against one rank of two threads, 1M parameters",
+        {"case": "tiny-2-ranks"},
+        "by_one_rank",
+    ),
+    Figure(
+        "trainer_overhead",
+        "learner whose groups share a prompt against the bare loop, 1M parameters",
+        {"case": "tiny"},
+        "by_shared_prompts",
+    ),
+    Figure(
+        "trainer_overhead", "the same if a fourth of the groups also have equal rewards", {"case": "tiny"}, "by_zero_advantages"
+    ),
     Figure(
         "rank_orders",
         "share of a 7B step in which 64 ranks wait for orders and figures of rank 0, 16M tokens; extrapolated from 4 processes",
@@ -372,6 +383,7 @@ SUMMARY = (
         at_least="goal",
     ),
     Figure("episodes", "the same with 135M parameters", {"case": "smollm2", "wait_s": 1.0}, at_least="goal"),
+    Figure("episodes", "the same with 0.1 s a turn, 1M parameters", {"case": "tiny", "wait_s": 0.1}, at_least="goal"),
     Figure(
         "episode_endpoint",
         "a turn's time minus that of vLLM's OpenAI server, 64 requests always open",
@@ -394,6 +406,14 @@ SUMMARY = (
         "observing", "training with metrics and an open page against training without", {"case": "trainer"}, at_least="goal"
     ),
     Figure("observing", "decoding with metrics against decoding without", {"case": "actor"}, at_least="goal"),
+    Figure(
+        "adapters",
+        "share of a LoRA update's effect that remains in a bfloat16 actor after 10 steps at 1e-5",
+        {"step": 10},
+        "actor",
+        "",
+    ),
+    Figure("adapters", "the same with adapters merged into bfloat16 weights", {"step": 10}, "merged", ""),
     Figure(
         "audit",
         "microseconds per sequence of `pipelinerl audit`, one million sequences",
