@@ -201,7 +201,7 @@ SUMMARY = (
     ),
     Figure(
         "pipeline_vs_conventional",
-        "sequences per second at the fastest settings, `repeated-addition`, lags up to 7: the pipeline's by conventional mode's",
+        "sequences per second, best settings, `repeated-addition`, lags up to 7: pipeline's divided by conventional mode's",
         {"recipe": "repeated-addition", "largest_lag": 7},
         "throughput_ratio",
         file="pipeline_at_equal_lag",
