@@ -11,6 +11,7 @@ time, and dies with the template. When it ends, all processes that it started ar
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
@@ -23,6 +24,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -105,20 +107,27 @@ class Template:
                 confinement.kill_tree(pid)
             return True
         try:
-            pid = os.fork()
-        except OSError as error:  # processes or memory are at their limit; other episodes go on
-            print(f"cannot fork an episode: {error}", file=sys.stderr)
-            self.orders.sendall(ENDED.pack(number, NOT_FORKED))
-        else:
-            if pid == 0:
+            if not descriptors:
+                raise OSError(errno.EMFILE, "no descriptor is left for its socket")
+            if (pid := os.fork()) == 0:
                 self._become_episode(descriptors[0])
             self._await_end(pid, number)
-        os.close(descriptors[0])
+        except OSError as error:  # processes, files or memory are at their limit; other episodes go on
+            print(f"cannot fork an episode: {error}", file=sys.stderr)
+            self.orders.sendall(ENDED.pack(number, NOT_FORKED))
+        for descriptor in descriptors:
+            os.close(descriptor)
         return True
 
     def _await_end(self, pid: int, number: int | None) -> None:
+        """Have `serve` notice the end of a child. If no descriptor is left, kill and reap the child and raise `OSError`."""
+        try:
+            self._ready.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+        except OSError:
+            confinement.kill_tree(pid)
+            os.waitpid(pid, 0)
+            raise
         self._running[pid] = number
-        self._ready.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
 
     def _reap(self, descriptor: int, pid: int) -> None:
         """Reap an ended process, kill its orphans, and report an episode's end."""
@@ -129,7 +138,8 @@ class Template:
         number = self._running.pop(pid)
         for orphan in set(confinement.children(os.getpid())) - self._running.keys():
             confinement.kill_tree(orphan)
-            self._await_end(orphan, None)
+            with suppress(OSError):
+                self._await_end(orphan, None)
         if number is not None:
             self.orders.sendall(ENDED.pack(number, os.waitstatus_to_exitcode(status)))
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -274,10 +275,13 @@ async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier,
         while len(left_by(pid)) < 4:
             await asyncio.sleep(0.02)
         (template,) = children(pid)
+        descriptors, (_, hard) = os.listdir(f"/proc/{template}/fd"), resource.prlimit(template, resource.RLIMIT_NOFILE)
+        limits = resource.prlimit(template, resource.RLIMIT_NOFILE, (max(map(int, descriptors)) + 1, hard))
         for outside in children(template):
             os.kill(outside, signal.SIGKILL)  # alone, as the out-of-memory killer may do
         assert [each.message for each in await hanging] == ["the episode died with SIGKILL"]
-        await until(lambda: not left_by(pid) and len(list(descendants(pid))) == 1)  # the template
+        await until(lambda: not left_by(pid) and list(descendants(pid)) == [template])
+        resource.prlimit(template, resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())

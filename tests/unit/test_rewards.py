@@ -274,6 +274,10 @@ def test_programs_that_set_out_to_deceive_earn_nothing(name: str) -> None:
         ({"tests": {"fn_name": "add", "inputs": [[0.1, 0.2]], "outputs": [0.3]}}, FUNCTION),
         ({"tests": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [None]}}, "def add(a, b): print(a)"),
         ({"tests": ["assert math.isclose(add(0.1, 0.2), 0.3)"]}, FUNCTION),
+        ({"tests": ["assert add(2, 3) == 5"]}, "class Sum(complex): pass\ndef add(a, b): return Sum(a + b)"),
+        ({"tests": ["assert add(2, 3).total == 5 and not hasattr(add(2, 3), '__array_interface__')"]},
+         "class Sum:\n    __array_interface__ = {'shape': (2,), 'typestr': '<i8', 'data': (4096, True), 'version': 3}\n"
+         "def add(a, b):\n    made = Sum()\n    made.total = a + b\n    return made"),
         ({"tests": PAIRS}, f"```python\n{ADDS}\n```\n```\n$ python a.py\n5\n```"),
         ({"tests": PAIRS}, f"~~~python\n{ADDS}\n~~~\n"),
         ({"tests": PAIRS}, f"Here it is: ```python\n{ADDS}\n```"),

@@ -42,7 +42,8 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
         return ["bytes", value.hex()]
     if value is NotImplemented:
         return ["nothing"]
-    kind_name = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = complex if isinstance(value, complex) else type(value)
+    kind_name = f"{kind.__module__}.{kind.__qualname__}"
     if kind_name in _MADE:
         arguments = (value.real, value.imag) if isinstance(value, complex) else value.__reduce__()[1]
         return ["made", kind_name, [encode(each, refer) for each in arguments]]
@@ -186,6 +187,8 @@ def _forwarded(operation: str, *, among_remotes: bool) -> Callable[..., Any]:
     def forwarded(self: Remote, /, *arguments: Any, **keywords: Any) -> Any:
         if among_remotes and not isinstance(arguments[0], Remote):
             return NotImplemented if operation != "__instancecheck__" else False
+        if operation == "__getattr__" and arguments[0].startswith("__array"):
+            raise AttributeError(arguments[0])  # NumPy would read this process's memory at an address that the program names
         return self._line[0].ask(operation, self, *arguments, **keywords)
 
     return forwarded
