@@ -1,4 +1,4 @@
-"""Record the sequences of each optimizer step as Parquet, and read them back. docs/replay.md lists the columns.
+"""Record the sequences of each optimizer step as Parquet, and read them back. docs/run-directory.md lists the columns.
 
 Each step has one file, with a row per branch in the order in which the step took them. The files have columns instead of
 messages, because people also use them for analysis, offline training and distillation.
