@@ -193,7 +193,7 @@ async def waiting_for_nats(
 
 
 @pytest.mark.parametrize("reachable", [True, False])
-async def test_an_actor_says_that_its_engine_starts_and_where_it_can_be_called(
+async def test_an_actor_registers_while_its_engine_starts_and_when_it_can_be_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reachable: bool
 ) -> None:
     up = asyncio.Event()
@@ -278,10 +278,6 @@ async def answering(version: int | None = 3, engine: ScriptedEngine | None = Non
             yield one, f"127.0.0.1:{port}"
 
 
-def tokens(*ids: int) -> np.ndarray:
-    return np.array(ids, dtype=np.int32)
-
-
 async def answers(address: str, *groups: PromptGroup) -> dict[str, Sequence]:
     request = actor_pb2.GenerateRequest(groups=map(encode_group, groups))
     async with calls_to("a", address) as stub:
@@ -289,8 +285,9 @@ async def answers(address: str, *groups: PromptGroup) -> dict[str, Sequence]:
     return {sequence.sequence_id: sequence for sequence in found}
 
 
-def scored(*ids: int) -> actor_pb2.ScoreRequest:
-    return actor_pb2.ScoreRequest(token_ids=tokens(*ids).tobytes())
+async def scores(address: str, *ids: int) -> actor_pb2.ScoreResponse:
+    async with calls_to("a", address) as stub:
+        return await stub.Score(actor_pb2.ScoreRequest(token_ids=np.array(ids, np.int32).tobytes()), timeout=60)
 
 
 async def test_held_out_prompts_enter_the_engine_gradually_and_leave_training_its_places() -> None:
@@ -322,14 +319,8 @@ async def test_held_out_answers_come_back_scored_and_a_refused_prompt_costs_itse
         found = await answers(address, *groups)
         assert await one.num_stored() == 0, "they are not for training"
     failures = {sequence_id.lstrip("g0"): sequence.failure for sequence_id, sequence in found.items()}
-    assert failures == {
-        ".0": "",
-        ".1": "",
-        "1.0": "engine: refused",
-        "2.0": "prompt_too_long: 64 tokens, context 64",
-        "3.0": "",
-        "4.0": "reward_timeout: ",
-    }
+    refused = {"1.0": "engine: refused", "2.0": "prompt_too_long: 64 tokens, context 64", "4.0": "reward_timeout: "}
+    assert failures == dict.fromkeys((".0", ".1", "3.0"), "") | refused
     good = found["g00000000.1"]
     assert (good.completion_text, good.reward, good.spans) == ("7", 0.5, SPANS)
     assert engine.seeds[:2] == [None, None]
@@ -350,26 +341,22 @@ async def test_token_ids_outside_the_vocabulary_are_refused() -> None:
             await answers(address, make_group(prompt=(1, 10)))
         for bad in (-1, 10):
             with pytest.raises(ServiceError, match=rf"INVALID_ARGUMENT.*ScoreRequest.token_ids: token 2 has the id {bad}"):
-                async with calls_to("a", address) as stub:
-                    await stub.Score(scored(1, 2, bad), timeout=60)
+                await scores(address, 1, 2, bad)
         with pytest.raises(ServiceError, match=r"INVALID_ARGUMENT.*PromptGroup.run"):
             await answers(address, make_group(run="another"))
 
 
 async def test_score_names_its_version_and_needs_one() -> None:
     async with answering(5) as (_, address):
-        async with calls_to("a", address) as stub:
-            answer = await stub.Score(scored(1, 2, 3), timeout=60)
+        answer = await scores(address, 1, 2, 3)
         assert np.frombuffer(answer.logprobs, np.float32).tolist() == [-0.25, -0.25]
         assert (answer.incarnation, answer.policy_version) == (1, 5)
-        for wrong in (scored(1), scored(*[1] * 64)):
+        for num_tokens in (1, 64):
             with pytest.raises(ServiceError, match=r"INVALID_ARGUMENT.*give 2 to 63"):
-                async with calls_to("a", address) as stub:
-                    await stub.Score(wrong, timeout=60)
+                await scores(address, *[1] * num_tokens)
     async with answering(None) as (_, address):
         with pytest.raises(ServiceError, match="FAILED_PRECONDITION"):
-            async with calls_to("a", address) as stub:
-                await stub.Score(scored(1, 2), timeout=60)
+            await scores(address, 1, 2)
 
 
 async def test_the_state_is_answered_also_while_it_drains() -> None:

@@ -107,7 +107,7 @@ def notebook(tmp_path: Path) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", ["reward", "nested", "decorated"])
-def test_a_function_is_shipped_with_what_it_uses(
+def test_a_function_is_shipped_with_its_globals(
     notebook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     source = source_of(getattr(notebook, name))
@@ -170,9 +170,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, code: int, made: bool
     monkeypatch.setattr(api.sys, "executable", str(folder / "fake"))
 
 
-def test_a_run_is_a_child_that_is_stopped_in_order(
-    workplace: Path, notebook: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_a_child_that_can_be_stopped(workplace: Path, notebook: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, workplace, 130)
     (workplace / "mine.py").write_text("def score(item): return 1.0\n")
     with pipelinerl_run("arithmetic", notebook.reward) as run:
@@ -216,9 +214,7 @@ class pipelinerl_run:
         process.wait()
 
 
-def test_mistakes_are_raised_before_anything_starts_and_failures_with_the_output(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_prevent_a_start_and_failures_show_the_output(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, workplace, 1)
     with pytest.raises(UserError, match=r"trainer\.step = 3: no such field; did you mean trainer\.steps"):
         pipelinerl.start("arithmetic", **{"trainer.step": 3})

@@ -298,9 +298,7 @@ ANSWERS = {
 @given(
     kind=st.sampled_from(sorted(ANSWERS)), payloads=st.lists(st.binary(max_size=300), min_size=1, max_size=4), data=st.data()
 )
-def test_any_answer_and_registration_is_set_aside_or_of_no_consequence(
-    kind: str, payloads: list[bytes], data: st.DataObject
-) -> None:
+def test_damaged_answers_and_registrations_are_harmless(kind: str, payloads: list[bytes], data: st.DataObject) -> None:
     payloads += data.draw(st.lists(damaged(st.just(ANSWERS[kind])), max_size=3))
     asyncio.run(hear_all(kind, payloads))
 

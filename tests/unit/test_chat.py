@@ -39,9 +39,7 @@ SHOWN = r"\x1b]0;title\x07 é\x9b2J"
         ([], ["END"], []),
     ],
 )
-def test_a_completion_comes_in_pieces_without_half_characters_and_stop_texts(
-    texts: list[str], stops: list[str], told: list[str]
-) -> None:
+def test_pieces_have_no_half_characters_and_no_stop_texts(texts: list[str], stops: list[str], told: list[str]) -> None:
     given = iter(texts)
     assert [piece for piece in pieces(given, stops) if piece] == told
     assert next(given, "") == ("abENDcd" if "abENDcd" in texts else ""), "nothing is generated after a stop text"
@@ -130,7 +128,7 @@ def test_a_conversation_goes_on_over_a_stopped_answer_a_mistake_and_another_vers
     assert {tuple(rest) for _, _, *rest in Talker.asked} == {(7, 0.25)}
 
 
-def test_what_has_no_place_or_is_empty_is_refused(
+def test_an_empty_prompt_and_a_useless_system_prompt_are_refused(
     run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", None)
@@ -153,9 +151,8 @@ def test_vllm_is_given_the_checkpoint_or_base_and_adapter_under_the_runs_name(
     adapter = checkpoint / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 24, "base_model_name_or_path": "org/base"}))
-    assert chat.serve_command(Checkpoint(adapter), [])[2:5] == ["org/base", "--tokenizer", "org/base"], (
-        "there is no other tokenizer"
-    )
+    only_base = chat.serve_command(Checkpoint(adapter), [])
+    assert only_base[2:5] == ["org/base", "--tokenizer", "org/base"], "there is no other tokenizer"
     (checkpoint / "tokenizer_config.json").touch()
     (checkpoint / "config.json").write_text('{"dtype": "float32"}')
     assert chat.serve_command(Checkpoint(adapter), []) == [
@@ -170,9 +167,7 @@ def test_vllm_is_given_the_checkpoint_or_base_and_adapter_under_the_runs_name(
     assert "serve needs vLLM: pip install 'pipelinerl[actor]'" in capsys.readouterr().err
 
 
-def test_a_policy_answers_token_by_token_until_an_end_of_the_recipe_and_within_its_context(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_policy_streams_until_an_end_of_the_recipe_or_its_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers generates. A stop text, a stop token of the recipe and the end of a chat's answer end it earlier."""
     write_tiny_model(tmp_path / "checkpoint")
     plain = policy.Policy(Checkpoint(tmp_path / "checkpoint"))

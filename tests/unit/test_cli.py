@@ -179,9 +179,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ),
     ],
 )
-def test_a_mistake_is_named_with_its_fix_before_anything_starts_and_exits_2(
-    pipelinerl: Command, workplace: Path, arguments: str, said: str
-) -> None:
+def test_a_mistake_exits_2_and_names_its_fix(pipelinerl: Command, workplace: Path, arguments: str, said: str) -> None:
     before = sorted(workplace.rglob("*"))
     code, printed, errors = pipelinerl(*arguments.split())
     assert (code, printed) == (2, "")
@@ -328,9 +326,7 @@ def test_a_cache_that_cannot_take_the_initial_model_is_told(
     assert line.endswith(said)
 
 
-def test_what_the_cache_keeps_is_listed_and_cleared(
-    pipelinerl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_listed_and_cleared(pipelinerl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path))
     for name in ("smollm2-2", "tiny-abc"):
         (tmp_path / "models" / name).mkdir(parents=True)

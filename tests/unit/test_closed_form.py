@@ -68,9 +68,8 @@ def test_a_lag_limit_below_the_largest_lag_is_named_with_what_would_do() -> None
     episodes = {"actor": {"sequences_in_progress": 96, "episodes_in_progress": 300}, "task": task}
     assert recipe_lag(make_recipe(**episodes, trainer={"batch_size": 64}), 2) == 10  # 2 · 300 / 64
     assert too_small_max_lag(recipe, 8) is None
-    assert str(too_small_max_lag(recipe, 9)).startswith("algorithm.max_lag = 8: is below the largest lag with full actors")
-    assert "= 9: generation is throttled, and sequences are dropped as stale; use at least 9" in str(
-        too_small_max_lag(recipe, 9)
-    )
+    told = str(too_small_max_lag(recipe, 9))
+    assert told.startswith("algorithm.max_lag = 8: is below the largest lag with full actors")
+    assert "= 9: generation is throttled, and sequences are dropped as stale; use at least 9" in told
     conventional = make_recipe(mode="conventional", algorithm={"max_lag": None, "conventional_g": 4})
     assert (recipe_lag(conventional, 2), too_small_max_lag(conventional, 3)) == (3, None)

@@ -39,26 +39,14 @@ Accuracy = tuple[float, float, float]
 
 
 def evaluation(version: int, **accuracies: Accuracy) -> dict[str, Any]:
-    told = {name: dict(zip(("value", "low", "high"), one, strict=True)) for name, one in accuracies.items()}
-    sets = {name: {"accuracy": one} for name, one in told.items()}
-    return {
-        "version": version,
-        "accuracy": next(iter(accuracies.values()))[0],
-        "lower_bound": 0.1,
-        "unanswered": 0,
-        "sets": sets,
-    }
+    sets = {name: {"accuracy": dict(zip(("value", "low", "high"), one, strict=True))} for name, one in accuracies.items()}
+    (mean, *_), *_ = accuracies.values()
+    return {"version": version, "accuracy": mean, "lower_bound": 0.1, "unanswered": 0, "sets": sets}
 
 
 def sample(version: int, prompt: str, completion: str = "c", **more: Any) -> dict[str, Any]:
-    return {
-        "step": version,
-        "version": version,
-        "prompt": prompt,
-        "completion": completion,
-        "reward": 1.0,
-        "heldout": False,
-    } | more
+    one = {"step": version, "version": version, "prompt": prompt, "completion": completion, "reward": 1.0, "heldout": False}
+    return one | more
 
 
 def run_in(
@@ -172,9 +160,7 @@ def test_overlapping_intervals_and_other_tasks_are_told_and_each_set_is_compared
         (None, "ended without a summary"),
     ],
 )
-def test_results_are_those_of_the_records_whatever_the_end(
-    tmp_path: Path, summary: dict[str, Any] | None, outcome: str
-) -> None:
+def test_results_are_those_of_the_records(tmp_path: Path, summary: dict[str, Any] | None, outcome: str) -> None:
     run = read_run(run_in(tmp_path / "run", summary=summary), "run")
     told = dict(run.results)
     doctor = told.pop("Doctor")
@@ -187,9 +173,7 @@ def test_results_are_those_of_the_records_whatever_the_end(
     assert doctor == ("grave 1: The run failed" if "failed" in outcome else "nothing found")
 
 
-def test_a_running_run_has_no_end_yet_and_a_resumed_one_tells_its_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_running_run_has_no_end_and_tells_its_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run_in(
         tmp_path / "run", summary={"error": "of an earlier start", "heldout": [evaluation(1, sums=(0.1, 0.0, 0.2))]}
     )
@@ -221,10 +205,9 @@ def test_samples_of_the_same_problem_stand_side_by_side_with_the_newest_version_
     found = comparison([read_run(one, one.name) for one in (first, second, third)])["problems"]
     shown = [[(run, one["prompt"], one["version"]) for run, one in problem] for problem in found]
     assert shown == [[(0, "p2", 3), (1, "p2", 0), (2, "p2", 0)], [(0, "held", 3), (1, "held", 3)], [(0, "p1", 3), (1, "p1", 1)]]
-    many = comparison([read_run(one, one.name) for one in (first, run_in(tmp_path / "d", samples=[*common, heldout]))])[
-        "problems"
-    ]
-    assert len(many) == MOST_PROBLEMS
+    fourth = run_in(tmp_path / "d", samples=[*common, heldout])
+    many = comparison([read_run(one, one.name) for one in (first, fourth)])
+    assert len(many["problems"]) == MOST_PROBLEMS
 
 
 def test_the_rows_have_the_figures_names_and_an_evaluation_is_in_the_row_of_its_version(tmp_path: Path) -> None:
@@ -235,12 +218,8 @@ def test_the_rows_have_the_figures_names_and_an_evaluation_is_in_the_row_of_its_
     ]  # fmt: skip
     assert [row.get("heldout_accuracy") for row in rows] == [0.5, None, None, None, 0.7]
     assert (rows[0]["heldout_sets.sums.accuracy.low"], rows[0]["heldout_accuracy_lower_bound"]) == (0.4, 0.1)
-    assert (rows[1]["reward_mean"], rows[1]["lag.max"], rows[1]["sequences.trained"], rows[1]["ess_by_lag.3-4"]) == (
-        0.1,
-        3,
-        8,
-        0.5,
-    )
+    figures = {"reward_mean": 0.1, "lag.max": 3, "sequences.trained": 8, "ess_by_lag.3-4": 0.5}
+    assert figures.items() <= rows[1].items()
     known = {figure.key for figure in FIGURES} | {"seconds", "version"}
     assert {name.partition(".")[0] for row in rows for name in row} <= known
     assert all(isinstance(value, int | float | None) for row in rows for value in row.values())
@@ -284,18 +263,13 @@ def test_damaged_records_are_left_out_and_break_nothing(tmp_path: Path, compared
     for name in ("metrics.jsonl", "samples.jsonl", "metrics-undone.jsonl", "ledger.jsonl"):
         with (broken / name).open("a", encoding="utf-8") as file:
             file.write("\n".join(DAMAGE))
-    for name, text in {
-        "summary": '{"heldout": 3, "sequences": [], "sequence_reasons": {}}',
-        "lineage": '{"changes": {"5": 7}}',
-        "placement": "{}",
-        "scale": "3",
-    }.items():
+    (broken / "summary.json").write_text('{"heldout": 3, "sequences": [], "sequence_reasons": {}}')
+    for name, text in (("lineage", '{"changes": {"5": 7}}'), ("placement", "{}"), ("scale", "3")):
         (broken / f"{name}.json").write_text(text)
     empty = run_in(tmp_path / "empty", steps=0)
     (empty / "lineage.json").write_text('{"changes": [1]}')
-    shutil.copytree(
-        broken, tmp_path / "bare", ignore=lambda *_: [one.name for one in broken.iterdir() if one.name != "recipe.yaml"]
-    )
+    (bare := tmp_path / "bare").mkdir()
+    shutil.copy(broken / "recipe.yaml", bare)
     code, _, errors = compared(str(whole), str(broken), str(empty), "bare", "--csv", "rows.csv", "--out", "page.html")
     assert (code, [line for line in errors.splitlines() if "rule" not in line]) == (0, [])
     shown = embedded((tmp_path / "page.html").read_text())
@@ -305,9 +279,7 @@ def test_damaged_records_are_left_out_and_break_nothing(tmp_path: Path, compared
     assert [row["run"] for row in csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text()))].count("whole") == 3
 
 
-def test_runs_of_one_name_are_told_apart_and_the_rows_go_to_the_output_alone(
-    tmp_path: Path, compared: Callable[..., Any]
-) -> None:
+def test_runs_of_one_name_are_told_apart_and_rows_go_to_the_output(tmp_path: Path, compared: Callable[..., Any]) -> None:
     for name in ("x/run", "y/run"):
         run_in(tmp_path / name)
     code, said, errors = compared("x/run", "y/run", "--csv", "-")

@@ -60,7 +60,7 @@ def test_spans_of_both_parts(start: tuple[int, ...], spans: list[Any], expected:
         (partial(1, 7, 8, 9, 10, finish=STOP), 4, 64, STOP),
     ],
 )
-async def test_what_is_at_its_end_is_not_sampled_and_what_is_not_gets_the_tokens_that_are_left(
+async def test_only_an_unfinished_sample_is_extended_within_its_limits(
     start: PartialSequence, max_tokens: int, max_context: int, expected: FinishReason | None
 ) -> None:
     group, engine = make_group(prompt=(1, 2, 3), sampling=SamplingParams(0.5, max_tokens), seed=100), ScriptedEngine()
@@ -79,12 +79,7 @@ async def test_what_is_at_its_end_is_not_sampled_and_what_is_not_gets_the_tokens
     assert engine.salts == {"g00000000.1": "begun at 1:3"}
 
 
-async def test_a_stop_text_that_began_before_an_interruption_ends_a_turn_before_the_one_that_is_complete_first() -> None:
-    engine, sampling = ScriptedEngine(answer=lambda request: generated(9, 2, 5, version=4)), SamplingParams(stop=("8 9",))
-    context, begun = np.array([1], np.int32), generated(7, 8, version=3, finish=None)
-    turn, _ = await sampler_of(engine).extend("turn", context, begun, sampling, None, str)
-    assert (turn.completion_token_ids.tolist(), turn.finish_reason) == ([7, 8, 9], STOP)
-    assert (turn.behaviour_logprobs.tolist(), turn.spans[-1]) == ([-3.0, -3.0, -4.0], VersionSpan(4, 2, 3))
+def test_a_text_ends_before_the_stop_text_that_is_complete_first() -> None:
     assert before_stop("x = 1\nEND", ["END", "\n"]) == "x = 1"
     assert before_stop("abcd", ["abcd", "bc"]) == "a"  # "bc" was there one character earlier
     assert before_stop("abc", []) == "abc"
@@ -109,9 +104,7 @@ def engine_tokens(tokens: list[int], stop: list[str]) -> tuple[list[int], Finish
     stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
     data=st.data(),
 )
-def test_a_sample_ends_at_the_same_token_wherever_it_was_handed_over(
-    tokens: list[int], stop: list[str], data: st.DataObject
-) -> None:
+def test_a_sample_ends_at_the_same_token_with_any_hand_over(tokens: list[int], stop: list[str], data: st.DataObject) -> None:
     whole, finish = engine_tokens(tokens, stop)
     carried = data.draw(st.integers(0, len(whole) - 1))
     rest, rest_finish = engine_tokens(tokens[carried:], stop)

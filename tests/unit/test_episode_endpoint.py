@@ -370,9 +370,7 @@ async def test_the_end_of_a_run_refuses_its_open_requests_and_leaves_the_turn_to
         assert [said for _, said in s.told()] == ["once<|im_end|>"]
 
 
-async def test_a_request_that_does_not_come_whole_is_waited_for_to_its_deadline_or_the_end_of_its_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_incomplete_request_ends_at_its_deadline_or_with_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async with stage("never") as s:
 
         async def begin(head: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

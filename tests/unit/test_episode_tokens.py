@@ -136,9 +136,7 @@ scripts = st.lists(st.tuples(texts, sampled, st.booleans()), min_size=1, max_siz
 @pytest.mark.parametrize("name", [*FAMILIES, "template", "plain"])
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(script=scripts, bytewise=st.booleans())
-def test_what_is_recorded_is_what_was_sampled_and_observed(
-    name: str, script: list[tuple[str, str, bool]], bytewise: bool
-) -> None:
+def test_a_record_has_the_sampled_and_observed_tokens(name: str, script: list[tuple[str, str, bool]], bytewise: bool) -> None:
     chat, tokenizer = format_of(name)
     conversation = Conversation(chat, tokenizer, has_tools=name != "plain", bytewise=bytewise)
     conversation.play(script)

@@ -340,9 +340,7 @@ FILTERED = {"filter_equal_rewards": True, "max_lag": 1}
     ],
     ids=["reward raises", "always equal", "setting", "reward times out"],
 )
-async def test_groups_that_are_lost_without_end_end_the_run(
-    sections: dict[str, object], failure: str, told: str, num_lost: int
-) -> None:
+async def test_too_many_lost_groups_end_the_run(sections: dict[str, object], failure: str, told: str, num_lost: int) -> None:
     async with desk("feeder", **sections) as one:
         with pytest.raises(UserError, match=told):
             await answer_until_it_ends(one, (0.0, 0.0), failure)

@@ -192,12 +192,8 @@ def test_a_sequence_with_invalid_numbers_is_stored_as_a_failure() -> None:
     payload, failure = encoded(invalid)
     stored = decode_sequence(payload)
     assert failure.startswith("invalid: Sequence.reward: ")
-    assert (stored.failure, stored.reward, stored.sequence_id, stored.actor) == (
-        failure,
-        0.0,
-        invalid.sequence_id,
-        invalid.actor,
-    )
+    assert (stored.failure, stored.reward) == (failure, 0.0)
+    assert (stored.sequence_id, stored.actor) == (invalid.sequence_id, invalid.actor)
 
 
 async def test_a_prompt_that_fills_the_context_fails_without_the_engine() -> None:

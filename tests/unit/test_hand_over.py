@@ -253,10 +253,6 @@ async def test_partials_that_contradict_their_group_end_as_failed_sequences(chan
 # --- messages
 
 
-def parts_of(payloads: list[bytes]) -> list[PromptGroup]:
-    return [decode_group(payload) for payload in payloads]
-
-
 @given(st.lists(st.one_of(st.none(), st.integers(0, 60)), min_size=1, max_size=8), st.integers(200, 2000))
 def test_the_messages_ask_for_each_missing_sample_once(lengths: list[int | None], max_bytes: int) -> None:
     """`lengths`: tokens of each sample that is missing; None: it is stored already."""
@@ -267,9 +263,10 @@ def test_the_messages_ask_for_each_missing_sample_once(lengths: list[int | None]
         return
     partials = [partial(index, *range(lengths[index] or 0)) for index in missing if lengths[index]]
     payloads, left_out = messages_of(group, missing, partials, max_bytes)
-    asked = [sorted(set(range(len(lengths))) - set(part.done_samples)) for part in parts_of(payloads)]
+    parts = [decode_group(payload) for payload in payloads]
+    asked = [sorted(set(range(len(lengths))) - set(part.done_samples)) for part in parts]
     assert sorted(index for part in asked for index in part) == missing
-    carried = {p.sample_index: len(p.completion_token_ids) for part in parts_of(payloads) for p in part.partials}
+    carried = {p.sample_index: len(p.completion_token_ids) for part in parts for p in part.partials}
     assert sum(carried.values()) + left_out == sum(len(p.completion_token_ids) for p in partials)
     assert all(carried[index] == lengths[index] for index in carried)
     assert all(len(payload) <= max_bytes for payload in payloads)

@@ -65,9 +65,7 @@ async def test_streams_that_are_not_there_yet_are_waited_for_and_told_once(caplo
 
 
 @pytest.mark.parametrize(("drains", "said"), [(True, ["joining", "draining", "gone"]), (False, ["joining", "gone"])])
-async def test_who_left_has_said_so_if_it_drains_and_does_not_come_back(
-    drains: bool, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_actor_leaves_once_and_drains_before(drains: bool, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     async with streams(ttl_s=0.3) as bus:
         gate, heard, registered = ServingGate(1), list[str](), asyncio.Event()
 

@@ -123,11 +123,8 @@ async def test_several_answers_to_each_problem_give_mean_pass_at_k_and_what_is_m
     result = await evaluate(asked=asked, recipe=recipe, a=actor)
     sent = [(group.group_id[:7], group.prompt_token_ids[0]) for group in actor.requests[0]]
     assert sent == [("h000000", 0), ("h000001", 0), ("h000002", 1), ("h000003", 1)]
-    assert (result.overall.accuracy.value, result.overall.lower_bound, result.overall.unanswered) == (
-        0.75,
-        0.5,
-        1,
-    )  # (1/2 + 1) / 2; 2 of 4
+    overall = result.overall
+    assert (overall.accuracy.value, overall.lower_bound, overall.unanswered) == (0.75, 0.5, 1)  # (1/2 + 1) / 2; 2 of 4
     (of_task,) = result.sets.values()
     assert replace(of_task, reported={}) == accuracy_of([[True, False], [True, None]])
     assert of_task.reported == {"answer": pytest.approx(2 / 3)}
@@ -195,9 +192,7 @@ def test_the_largest_difference_counts_and_in_sixteen_bits_that_of_the_median_to
         ("bfloat16", {"probe_tolerance": 0.05}, 0.05),
     ],
 )
-def test_the_tolerance_is_that_of_the_coarsest_dtype_unless_the_recipe_says(
-    dtype: str, weights: dict[str, Any], tolerance: float
-) -> None:
+def test_the_coarsest_dtype_or_the_recipe_sets_the_tolerance(dtype: str, weights: dict[str, Any], tolerance: float) -> None:
     model = {"source": "path", "name": "nowhere", "max_context": 64, "dtype": dtype}
     assert probe_tolerance(make_recipe(model=model, weights=weights)) == tolerance
 

@@ -21,10 +21,7 @@ from pipelinerl.tasks.source import FileSource, Split
 from tests.unit.test_cli import Command, pipelinerl  # noqa: F401 - the fixture
 
 REPO = Path(__file__).parents[2]
-OPTIONS = {
-    "sums": [],
-    **{name.name: ["--from", name.name] for name in TEMPLATES.iterdir() if name.name not in ("sums", "data")},
-}
+OPTIONS = {"sums": []} | {name.name: ["--from", name.name] for name in TEMPLATES.iterdir() if name.name not in ("sums", "data")}
 CSV = 'Nr,Question,Answer\n1,"What is 2+2, roughly?",4\n2,Capital of France?,Paris\n'
 
 
@@ -46,9 +43,8 @@ def test_every_shipped_recipe_is_listed_with_what_it_needs(pipelinerl: Command) 
             "cpu" if on_cpu else "gpu", on_cpu, on_cpu,
         )  # fmt: skip
     assert rows["gsm"]["parameters"] == 7.7e9, "by its name"
-    assert rows["gsm"]["trainer_gib"] == pytest.approx(7.7e9 * 18 / 2**30, abs=0.1), (
-        "16-bit and float32 weights, gradients, moments"
-    )
+    states_gib = 7.7e9 * 18 / 2**30  # 16-bit and float32 weights, gradients, moments
+    assert rows["gsm"]["trainer_gib"] == pytest.approx(states_gib, abs=0.1)
     shown = pipelinerl("recipes")[1]
     assert all(row["description"][:40] in shown for row in rows.values())
     assert shown.index("\nsmollm2\n") < shown.index("\ngsm\n"), "those for CPUs come first"
@@ -82,12 +78,8 @@ def test_questions_of_a_file_become_a_task(pipelinerl: Command, workplace: Path)
     assert pipelinerl("init", "first", "--data", "mine.csv")[0] == 0
     task = load_recipe("first/recipe.yaml").task
     assert task is not None
-    assert (task.path, task.prompt_field, task.answer_field, task.heldout_problems) == (
-        "first/mine.csv",
-        "Question",
-        "Answer",
-        1,
-    )
+    assert (task.path, task.heldout_problems) == ("first/mine.csv", 1)
+    assert (task.prompt_field, task.answer_field) == ("Question", "Answer")
     code, printed, _ = pipelinerl("validate", "first")
     assert (code, "reference answers (1) earn 1; empty ones (1) earn 0" in printed) == (0, True), printed
     (workplace / "mine.jsonl").write_text("".join(json.dumps({"a": str(n), "b: c": "x"}) + "\n" for n in range(50)))

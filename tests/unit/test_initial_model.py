@@ -87,6 +87,17 @@ async def trainer(recipe: Recipe, source: str, port: int = 0, tls_dir: Path | No
         yield f"127.0.0.1:{bound}"
 
 
+@asynccontextmanager
+async def trainer_that_fails_after(file: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    async def files(*_: object) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
+        yield trainer_pb2.InitialModelChunk(file=file, data=b"{}")
+        raise ServiceError("the disk is gone")
+
+    monkeypatch.setattr("services.trainer.server.initial_files", files)
+    async with trainer(recipe_of(), "") as address:
+        yield address
+
+
 def contents(folder: Path) -> dict[str, bytes | None]:
     return {path.name: path.read_bytes() if path.is_file() else None for path in folder.iterdir()}
 
@@ -154,9 +165,7 @@ def test_what_killed_processes_left_is_removed_a_day_later(tmp_path: Path) -> No
 # From trainer to actor
 
 
-async def test_an_actor_waits_for_the_trainer_and_says_so(
-    tmp_path: Path, built: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_actor_waits_for_the_trainer(tmp_path: Path, built: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with held_port() as port:
         settings = actor_settings(tmp_path / "actor", f"127.0.0.1:{port}")
@@ -211,24 +220,15 @@ async def test_what_is_not_fetched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../config.json", "/etc/passwd", "..", "", "a\\b"])
 async def test_an_actor_writes_no_file_outside_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    async def files(*_: object) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-        yield trainer_pb2.InitialModelChunk(file=name, data=b"{}")
-
-    monkeypatch.setattr("services.trainer.server.initial_files", files)
     (folder := tmp_path / "folder").mkdir()
-    async with trainer(recipe_of(), "") as address:
+    async with trainer_that_fails_after(name, monkeypatch) as address:
         with pytest.raises(MessageError, match="is not a valid file name"):
             await fetch(actor_settings(tmp_path, address), "x", folder)
     assert {*tmp_path.rglob("*")} == {folder, tmp_path / "recipe.yaml"}
 
 
 async def test_half_a_model_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def files(*_: object) -> AsyncIterator[trainer_pb2.InitialModelChunk]:
-        yield trainer_pb2.InitialModelChunk(file="config.json", data=b"{}")
-        raise ServiceError("the disk is gone")
-
-    monkeypatch.setattr("services.trainer.server.initial_files", files)
-    async with trainer(recipe_of(), "") as address:
+    async with trainer_that_fails_after("config.json", monkeypatch) as address:
         with pytest.raises(grpc.aio.AioRpcError, match="the disk is gone"):
             await fetch(actor_settings(tmp_path, address), "x", tmp_path)
 
@@ -253,9 +253,7 @@ def checkpoint_of(run_dir: Path, version: int) -> Path:
     return folder
 
 
-async def test_a_run_begins_from_a_checkpoint_of_another_run_that_one_value_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_begins_from_a_checkpoint_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = [checkpoint_of(tmp_path / "first", version) for version in (9, 20)][-1]
     uploaded = (tmp_path / "store" / "first" / "checkpoints" / "step-9").as_uri()
     put_model(tmp_path / "first" / "checkpoints" / "step-9", uploaded)

@@ -84,11 +84,8 @@ async def test_the_judge_gets_the_filled_template_and_the_key_and_each_text_once
             assert ([*same, again], again.answer) == ([again] * 3, "Well.\nSCORE: 7")
             assert [one.calls(outcome) for outcome in ("answered", "cached", "retried", "failed")] == [1, 2, 0, 0]
     ((path, headers, body),) = server.asked
-    assert (path, headers["Authorization"], headers["Content-Type"]) == (
-        "/v1/chat/completions",
-        f"Bearer {KEY}",
-        "application/json",
-    )
+    assert (path, headers["Content-Type"]) == ("/v1/chat/completions", "application/json")
+    assert headers["Authorization"] == f"Bearer {KEY}"
     text = "Problem: 6 * 7?\nRight: 42\nGiven: I say {reference} and {prompt} 😀\n{braces} {{stay}}"
     assert body == {"model": "big", "messages": [{"role": "user", "content": text}], "temperature": 0}
 
@@ -115,7 +112,7 @@ async def test_what_may_heal_is_tried_again_and_a_judge_that_is_away_is_waited_f
         (None, 0.2, VERIFY_STATUS_TIMEOUT, "the judge gave no answer within 0.2 s (reward.judge.timeout_s)"),
     ],
 )
-async def test_a_failure_is_a_failure_tells_no_key_and_is_not_kept(
+async def test_a_failure_is_not_cached_and_tells_no_key(
     script: Any, timeout_s: float, status: int, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with endpoint(script) as server:

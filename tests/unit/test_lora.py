@@ -228,9 +228,7 @@ def test_targets_that_cannot_be(targets: list[str], problem: str) -> None:
     ],
     ids=["mixtral", "qwen3-moe"],
 )
-def test_experts_that_lie_in_one_tensor_are_refused_and_attention_is_adapted(
-    kind: tuple[type, type], experts: dict[str, int]
-) -> None:
+def test_experts_in_one_tensor_are_refused_and_attention_is_adapted(kind: tuple[type, type], experts: dict[str, int]) -> None:
     mixture = build(*kind, **SHAPE, **experts)
     problem = r"'all-linear': matches model.layers.0.mlp.experts, one tensor .*, such as k_proj, o_proj, q_proj, v_proj"
     with pytest.raises(FieldError, match=problem):

@@ -103,9 +103,8 @@ def test_hostile_answers_cost_little_and_earn_nothing() -> None:
     for hostile in HOSTILE:
         for answer in (hostile, rf"\boxed{{{hostile}}}"):
             started_s = time.process_time()
-            assert not any(score(RewardInput("", answer, answer, {"answer": "x^2 + 1"})).value for score in scorers), hostile[
-                :60
-            ]
+            item = RewardInput("", answer, answer, {"answer": "x^2 + 1"})
+            assert not any(score(item).value for score in scorers), hostile[:60]
             assert time.process_time() - started_s < 20, hostile[:60]
 
 
