@@ -23,9 +23,7 @@ def recipe_of(rendered: Rendered, folder: Path, suffix: str = "recipe") -> Recip
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_of_the_project_is_the_charts_and_loads_by_name_inline_and_for_another_model(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_recipe_of_the_project_loads_in_the_chart_by_name_inline_and_for_another_model(name: str, tmp_path: Path) -> None:
     original = ROOT / "recipes" / f"{name}.yaml"
     assert {path.stem for path in (CHART / "recipes").glob("*.yaml")} == set(NAMES), COPY
     assert (CHART / "recipes" / f"{name}.yaml").read_bytes() == original.read_bytes(), COPY

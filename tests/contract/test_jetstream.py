@@ -190,9 +190,7 @@ async def test_a_member_whose_end_was_not_heard_of_is_reported_all_the_same(serv
 # --- readers
 
 
-async def test_a_reader_goes_on_when_its_consumer_is_deleted_and_leaves_none_behind(
-    server: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reader_survives_the_deletion_of_its_consumer(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected(server) as bus, await nats.connect(server.url) as client:
         manager, inboxes, failures = client.jsm(), list[str](), [nats.errors.TimeoutError()]
         subscribe, add_consumer = bus.connection.subscribe, bus.connection.js.add_consumer

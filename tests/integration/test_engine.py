@@ -239,9 +239,7 @@ async def check_weight_log(run: Running, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3-moe", False), ("mixtral", True)])
-async def test_a_mixture_of_experts_is_served_by_each_loader_over_several_updates(
-    kind: str, tied: bool, tmp_path: Path
-) -> None:
+async def test_each_loader_serves_a_mixture_of_experts_over_several_updates(kind: str, tied: bool, tmp_path: Path) -> None:
     adapted = {"lora": ATTENTION.model_dump()} if kind == "qwen3-moe" else {}
     async with parity.running(kind, tied, tmp_path, **adapted) as run:
         await run.assert_serves(run.model)

@@ -105,7 +105,7 @@ async def test_the_same_seed_draws_the_same_and_another_one_something_else(hosti
 
 
 @pytest.mark.parametrize(("correct", "components"), [(True, [1.0, -0.25]), (False, [0.0, 0.75])])
-async def test_an_environment_says_what_is_right(
+async def test_an_environment_gives_the_reward(
     hostile: Verifier, policy: FakeEndpoint, correct: bool, components: list[float]
 ) -> None:
     (result,) = await run(hostile.address.grpc, episode(policy, {"correct": correct}))

@@ -56,9 +56,7 @@ async def read(entries: AsyncIterator[LogEntry], count: int) -> list[bytes]:
     return [(await anext(entries)).payload for _ in range(count)]
 
 
-async def test_a_cluster_that_never_finds_together_is_an_error_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cluster_that_never_forms_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jetstream, "CREATE_WITHIN_S", 0.5)
     with servers(tmp_path)[0] as alone, pytest.raises(BusError, match=r"looking at|creating"):
         async with connected([alone]) as bus, asyncio.timeout(SOON_S):

@@ -358,9 +358,7 @@ async def test_a_verifier_with_certificates_answers_those_who_show_one_and_ends_
         assert all(ends_within(worker, 0.0) for worker in workers)
 
 
-async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_along(
-    tmp_path: Path, users_rewards: None, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_full_queue_refuses_more_items(tmp_path: Path, users_rewards: None, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(tmp_path, recipe(timeout_s=START_S), max_queue=4) as address, VerifierClient(address.grpc) as client:
         with pytest.raises(ServiceError, match="INVALID_ARGUMENT: items = 5: max_queue is 4"):
             await client.verify(items(["say 1"] * 5))
@@ -436,9 +434,7 @@ REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grp
         ([grpc.StatusCode.INTERNAL] * 5, 3, True),
     ],
 )
-async def test_a_verifier_that_is_busy_or_leaving_is_asked_until_it_answers_and_a_refusal_is_an_error(
-    script: list[Any], tries: int, refused: bool
-) -> None:
+async def test_a_busy_or_leaving_verifier_is_asked_until_it_answers(script: list[Any], tries: int, refused: bool) -> None:
     servicer, failed = ScriptedVerifier(*script), list[str]()
     async with scripted(servicer) as port, client_of(port, on_failed_try=failed.append) as client:
         if refused:

@@ -63,9 +63,7 @@ def told(stage: FaultStage, actor: str) -> list[str]:
     return [change.kind for change in stage.history.changes if change.member.actor == actor]
 
 
-async def test_a_deleted_pods_actor_leaves_at_once_and_its_successor_joins(
-    tmp_path: Path, account: Account, api: ApiServer
-) -> None:
+async def test_the_successor_of_a_deleted_pods_actor_joins(tmp_path: Path, account: Account, api: ApiServer) -> None:
     async with watched_stage(tmp_path, account, api) as stage:
         a, b = await served_by(stage, api, "a", "b")
         api.terminate("b")

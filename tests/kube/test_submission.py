@@ -86,7 +86,7 @@ def job_ends(api: ApiServer, message: str = "") -> None:
     api.appeared = end
 
 
-async def test_a_run_is_installed_once_and_its_name_is_taken_until_all_of_it_is_removed(
+async def test_a_name_is_taken_until_its_run_is_removed(
     api: ApiServer, release: Release, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job_ends(api)
@@ -120,9 +120,7 @@ async def test_a_run_is_installed_once_and_its_name_is_taken_until_all_of_it_is_
     assert "the release other has a run of this name" in capsys.readouterr().err
 
 
-async def test_a_recipe_that_the_job_refuses_is_told_with_its_reason_and_leaves_nothing(
-    api: ApiServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_recipe_that_the_job_refuses_is_uninstalled(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     job_ends(api, "trainer.batch_size = 7: \x1b[31mno")
     assert await pipelinerl(*SUBMIT) == 2
     said = capsys.readouterr()
@@ -365,9 +363,7 @@ async def test_results_come_whole_over_connections_that_drop(
         assert (tmp_path / "here" / name).read_bytes() == (run_dir / name).read_bytes()
 
 
-async def test_a_release_that_was_not_submitted_is_not_removed(
-    api: ApiServer, run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_foreign_release_is_not_removed(api: ApiServer, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dashboard = {"name": "own-pipelinerl-dashboard-run", "labels": {INSTANCE: "own"}}
     api._rendered.objects.append({"kind": "ConfigMap", "metadata": dashboard})
     publish(api, phase="Finished", run="volume", steps="0")
@@ -436,9 +432,7 @@ async def test_results_that_cannot_be_fetched_remove_nothing(
     assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
 
 
-async def test_a_file_that_changed_its_size_is_an_error(
-    api: ApiServer, release: Release, run_dir: Path, tmp_path: Path
-) -> None:
+async def test_a_file_of_another_size_is_an_error(api: ApiServer, release: Release, run_dir: Path, tmp_path: Path) -> None:
     execute = api.execute
 
     async def grows(name: str, container: str, command: list[str]) -> asyncio.subprocess.Process:

@@ -305,9 +305,7 @@ async def test_a_checkpoint_during_a_step_waits_for_it_and_the_next_step_is_plan
         assert one.policy.planned == [0, 1, 2, 3]  # none beyond the last step
 
 
-async def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_checkpoint_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with bench(tmp_path, checkpoint={"every_steps": 1}) as one:
         (tmp_path / "checkpoints").write_text("in the way")
         await one.loop.run()

@@ -76,9 +76,7 @@ QWEN = {**EXPERTS, "moe_intermediate_size": 768, "intermediate_size": 6144}
         ("Qwen2.5-7B", "", 7_600_000_000, 7_600_000_000),
     ],
 )
-def test_a_models_folder_or_name_tells_how_much_of_it_a_token_uses(
-    name: str, config: str, parameters: int, active: int, tmp_path: Path
-) -> None:
+def test_a_model_tells_how_much_of_it_tokens_use(name: str, config: str, parameters: int, active: int, tmp_path: Path) -> None:
     folder = tmp_path / name
     folder.mkdir()
     if config:
@@ -202,9 +200,7 @@ def test_lengths_as_bars_and_of_a_run(tmp_path: Path) -> None:
         lengths_of(str(tmp_path), recipe.max_tokens)
 
 
-def test_the_command_prints_a_plan_and_its_reasons(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     speeds = {"decode": [[1, 100], [64, 3200]], "trained_tokens_per_s": 1600, "kv_gib": 1, "memory_gib": 1}
     (tmp_path / "mine.json").write_text(json.dumps(speeds))

@@ -289,9 +289,7 @@ def test_a_template_that_cannot_be_used_is_named_before_a_run(
     assert said in str(FieldError(*mistake))
 
 
-def test_a_prompt_with_a_token_that_the_model_lacks_is_named_before_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_that_the_model_lacks_is_named_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_with(tmp_path, CHATML, monkeypatch)
     token_id = len(AutoTokenizer.from_pretrained("model")) - 1
     begins = AutoTokenizer.from_pretrained("model").convert_tokens_to_ids("<|im_start|>")
@@ -317,9 +315,7 @@ def test_tools_with_a_template_that_refuses_everything_are_refused_in_words() ->
         ("<|eot_id|>" + CHATML, "writes <|eot_id|>, which is not a token of this model"),
     ],
 )
-def test_a_template_that_spoils_prompts_is_doubted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, said: str
-) -> None:
+def test_a_spoilt_prompt_is_doubted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, said: str) -> None:
     doubts = preview(recipe_with(tmp_path, template, monkeypatch), "model", {"": Problem("2+2")})["doubts"]
     assert [bool(said), said in "".join(fix for _, _, fix in doubts)] == [bool(doubts), True]
 
@@ -353,9 +349,7 @@ def test_tools_and_a_long_prompt_are_shown_as_the_policy_sees_them(tmp_path: Pat
         ({"chat_template": "bytes"}, "cannot be read: 'utf-8' codec can't decode byte 0xff"),
     ],
 )
-def test_a_template_or_variables_of_another_kind_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict, said: str
-) -> None:
+def test_a_wrong_template_or_value_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict, said: str) -> None:
     (tmp_path / "plain.txt").write_text("Hello")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(RecipeError, match=r"model\.chat_template") as raised:

@@ -224,9 +224,7 @@ def test_an_experiment_cannot_change_what_was_decided_before_its_data(field: str
         (True, {"most": 0}, "at least 1"),
     ],
 )
-def test_a_run_that_cannot_be_replayed_is_refused_before_anything_starts(
-    tmp_path: Path, record: bool, options: dict[str, Any], says: str
-) -> None:
+def test_a_replay_that_cannot_work_is_refused(tmp_path: Path, record: bool, options: dict[str, Any], says: str) -> None:
     with pytest.raises(FieldError, match="no such folder"):
         replay(arguments(tmp_path / "elsewhere"))
     with pytest.raises(FieldError, match=r"recipe\.yaml"):

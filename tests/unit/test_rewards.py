@@ -117,9 +117,7 @@ def test_exact_and_regex(scorer: Scorer, reference: str, answer: str | None, val
         (lambda: json_schema_scorer({}), '{"$ref": "https://example.org/schema"}', "refers to https://example.org/schema"),
     ],
 )
-def test_a_reference_that_cannot_be_used_is_not_a_wrong_answer(
-    make: Callable[[], Scorer], reference: dict[str, Any] | str, problem: str
-) -> None:
+def test_a_bad_reference_is_no_wrong_answer(make: Callable[[], Scorer], reference: dict[str, Any] | str, problem: str) -> None:
     with pytest.raises(BadReference, match=problem):
         make()(item("{}", reference))
 
@@ -493,9 +491,7 @@ def compose(score: Score, *, graded: bool = False, **config: Any) -> ComposedRew
         ({"graded": True}, -3.0, -3.0),
     ],
 )
-def test_binary_keeps_full_answers_only_and_a_users_number_counts_as_it_is(
-    config: dict[str, Any], value: float, reward: float
-) -> None:
+def test_binary_keeps_full_answers_and_a_users_number_as_it_is(config: dict[str, Any], value: float, reward: float) -> None:
     assert compose(Score(value), **config)(item("x")).parts == {"answer": reward}
 
 
@@ -634,9 +630,7 @@ def test_a_function_of_trl_is_taken_as_it_is(foreign: Callable[..., Scorer]) -> 
 
 
 @pytest.mark.parametrize(("name", "said"), [("tokens", "completion_ids"), ("other", "tokenizer")])
-def test_a_foreign_function_that_wants_what_is_not_here_is_refused(
-    foreign: Callable[..., Scorer], name: str, said: str
-) -> None:
+def test_a_foreign_function_that_wants_what_is_absent_is_refused(foreign: Callable[..., Scorer], name: str, said: str) -> None:
     with pytest.raises(BadReference, match=f"row: has no {said}, which foreign_rewards:{name} takes"):
         foreign(name)(asked("4"))
 

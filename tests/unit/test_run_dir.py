@@ -63,9 +63,7 @@ def test_a_new_folder_says_which_run_it_is_of() -> None:
         ([], {"name": "bad name/x", "path": "new"}, "--name = 'bad name/x': use 1-40"),
     ],
 )  # fmt: skip
-def test_a_folder_or_name_that_cannot_be_used_is_refused_with_the_fix(
-    made: list[str], given: dict[str, str], said: str
-) -> None:
+def test_an_unusable_folder_or_name_is_refused_with_the_fix(made: list[str], given: dict[str, str], said: str) -> None:
     for name in made:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()

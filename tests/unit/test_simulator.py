@@ -120,9 +120,7 @@ def test_pipeline_agrees_with_the_closed_form_whichever_side_is_slower(num_actor
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), pipeline=st.booleans(), group_size=st.integers(1, 4), slots=st.integers(1, 12))
-def test_whatever_runs_loses_nothing_and_is_no_faster_than_either_side(
-    data: st.DataObject, pipeline: bool, group_size: int, slots: int
-) -> None:
+def test_no_run_loses_anything_or_outruns_a_side(data: st.DataObject, pipeline: bool, group_size: int, slots: int) -> None:
     """Whole runs, from their first step to their last."""
     draw = data.draw
     steps = draw(st.integers(1, 12), "steps")

@@ -106,9 +106,7 @@ def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
         ({"lora": LoraConfig(rank=2)}, r"has no weight/\S+lora_A\S+, which"),
     ],
 )
-def test_a_state_of_another_model_is_refused_by_the_first_weight_that_differs(
-    tmp_path: Path, other: dict[str, Any], told: str
-) -> None:
+def test_a_state_of_another_model_is_refused_by_its_first_weight(tmp_path: Path, other: dict[str, Any], told: str) -> None:
     folder = written(tmp_path / "state")
     with pytest.raises(FieldError, match=told) as raised:
         restore(learner(**other), folder)

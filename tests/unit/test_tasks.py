@@ -153,9 +153,7 @@ ROWS = [{"prompt": f"q{number}", "answer": number} for number in range(10)]
 
 
 @pytest.mark.parametrize(("suffix", "write"), [(".jsonl", write_jsonl), (".parquet", write_parquet)])
-def test_a_file_is_shuffled_per_epoch_and_what_the_seed_draws_is_held_out(
-    suffix: str, write: Callable[[Path, list[Any]], Path], tmp_path: Path
-) -> None:
+def test_a_file_is_shuffled_and_a_part_held_out(suffix: str, write: Callable[[Path, list[Any]], Path], tmp_path: Path) -> None:
     task = file_task(write(tmp_path / f"p{suffix}", [*ROWS, ROWS[0]]))
     drawn = []
     for seed in (0, 0, 1, 2, 3):

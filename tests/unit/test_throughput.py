@@ -121,9 +121,7 @@ def test_a_step_of_the_learner_tells_its_phases_and_flops() -> None:
         assert figures["mfu"] == pytest.approx(learner.prepare([group], 2).flops / (seconds * 1e12))
 
 
-def test_memory_of_the_process_rises_with_what_it_holds_and_without_a_peak_in_its_status_the_system_is_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_memory_peak_rises_with_what_the_process_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before, resident = take_memory_peak(torch.device("cpu")), _status_kib("VmRSS") * 1024
     held = np.ones(before - resident + 2**26, dtype=np.uint8)
     assert take_memory_peak(torch.device("cpu")) >= before + 2**25

@@ -182,7 +182,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == trackers_module.log.name]
 
 
-async def test_a_tracker_that_hangs_holds_nobody_up_and_is_abandoned_at_the_end(
+async def test_a_hanging_tracker_is_abandoned_at_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trackers_module, "FLUSH_STOPPED_S", 0.01)
@@ -202,7 +202,7 @@ async def test_a_tracker_that_hangs_holds_nobody_up_and_is_abandoned_at_the_end(
     assert last == "tracker fake: 500 of 500 points did not reach it"
 
 
-async def test_a_tracker_that_is_slow_loses_the_oldest_points_and_nothing_else(
+async def test_a_slow_tracker_loses_its_oldest_points(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trackers_module, "BACKLOG", 3)
