@@ -74,9 +74,8 @@ def test_what_is_set_lies_over_the_recipe_as_it_is_and_leaves_the_rest(tmp_path:
     """Helm's numbers have been through JSON and Go: a million must not become 1e+06, which is no integer. Null is a value."""
     original = load_recipe(ROOT / "recipes" / "arithmetic.yaml").model_dump()
     assert original["algorithm"]["max_lag"] is not None
-    wanted = original | {
-        section: original[section] | value if isinstance(value, dict) else value for section, value in SET.items()
-    }
+    changed = {name: original[name] | value if isinstance(value, dict) else value for name, value in SET.items()}
+    wanted = original | changed
     assert recipe_of(render({"recipe": {"name": "arithmetic", "set": SET}}), tmp_path).model_dump() == wanted
 
 

@@ -223,9 +223,8 @@ MISDEEDS = [
 async def test_a_misdeed_costs_its_own_episode(hostile: Verifier, policy: FakeEndpoint) -> None:
     """All at once, in the start and after a turn, with a good episode beside each."""
     rows = [{when: row[0]} for row in MISDEEDS for when in ("in_start", "in_reply")]
-    requests = [
-        episode(policy, row, 2 * number + index) for number, bad in enumerate(rows) for index, row in enumerate([bad, {}])
-    ]
+    pairs = enumerate([bad, {}] for bad in rows)
+    requests = [episode(policy, row, 2 * number + index) for number, pair in pairs for index, row in enumerate(pair)]
     results = await run(hostile.address.grpc, *requests)
     for number, (bad, good) in enumerate(zip(results[::2], results[1::2], strict=True)):
         misdeed, status, message = MISDEEDS[number // 2]
@@ -444,9 +443,8 @@ async def test_an_agent_runs_in_a_sandbox_where_the_recipe_says_so(tmp_path: Pat
     task = {"source": "agent", "name": "asking", "path": "unused.jsonl", "episode_timeout_s": START_S}
     task["command"] = f"{sys.executable} {tmp_path}/agent/main.py"
     row = {"question": "half?", "sleep": str(tmp_path / "pids")}
-    asked = [
-        episode(policy, one, number, answer="0.5", task="asking") for number, one in enumerate(({"question": "half?"}, row))
-    ]
+    rows = ({"question": "half?"}, row)
+    asked = [episode(policy, one, number, answer="0.5", task="asking") for number, one in enumerate(rows)]
     results = await served(tmp_path, recipe(task=task, reward={"sandbox": True}), *asked)
     assert [(status_name(result.status), result.reward) for result in results] == [("ok", 1.0), ("crashed", 0.0)]
     assert not (tmp_path / "pids").exists()
@@ -555,10 +553,7 @@ async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: P
     ("task", "said"),
     [
         ({"name": "hostile_environments:Hostil"}, "did you mean Hostile?"),
-        (
-            {"source": "tools", "path": "unused.jsonl", "tools": ["hostile_rewards:do_say_nothing"]},
-            "do_say_nothing does not exist in hostile_rewards",
-        ),
+        ({"source": "tools", "path": "unused.jsonl", "tools": ["hostile_rewards:do_say_nothing"]}, "do_say_nothing does not"),
     ],
 )
 async def test_code_that_is_not_there_is_the_users_mistake(

@@ -270,9 +270,8 @@ async def test_a_slow_item_does_not_hold_up_another_batch(tmp_path: Path, users_
         assert not slow.done()
         (tmp_path / "scored").touch()
         assert (await slow)[0].status == VERIFY_STATUS_OK
-    assert [[outcome.reward for outcome in batch] for batch in scored] == [
-        [100.0 * batch + index for index in range(20)] for batch in range(5)
-    ]
+    rewards = [[outcome.reward for outcome in batch] for batch in scored]
+    assert rewards == [[100.0 * batch + index for index in range(20)] for batch in range(5)]
 
 
 async def test_a_reward_reaches_nothing_of_the_verifiers(hostile: Verifier) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.light_members import Break, LightMember
+from benchmarks.light_members import LightMember
 from pipelinerl.kube.client import TRAINER
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.run import watch_actor_pods
@@ -47,13 +47,11 @@ async def watched_stage(folder: Path, account: Account, api: ApiServer) -> Async
                 await watching
 
 
-async def served_by(
-    stage: FaultStage, api: ApiServer, *names: str, breaks: dict[str, Break] | None = None
-) -> list[LightMember]:
+async def served_by(stage: FaultStage, api: ApiServer, *names: str) -> list[LightMember]:
     """Actors in pods, all serving version 0."""
     for name in names:
         api.add_pod(name)
-    started = await stage.start_all(*names, breaks=breaks, pods=True)
+    started = await stage.start_all(*names, pods=True)
     await api.watched()
     await stage.update(0)
     return started

@@ -14,7 +14,6 @@ from pipelinerl.kube.client import LIST_PODS, TRAINER, WATCH_PODS, KubeClient, P
 from pipelinerl.service.retry import Backoff
 from tests.kube.api_server import SELECTOR, SOON_S, ApiServer, line, status
 
-SHORT = Backoff(first_s=0.01, most_s=0.05)
 DELETING, DELETED = "its pod is being deleted", "its pod was deleted"
 UNSEEN = "its pod was deleted, or relabelled"
 
@@ -38,11 +37,11 @@ class Told:
 
 
 @asynccontextmanager
-async def watching(client: KubeClient, backoff: Backoff = SHORT) -> AsyncIterator[Told]:
+async def watching(client: KubeClient) -> AsyncIterator[Told]:
     told = Told()
     task = asyncio.create_task(PodWatch(client, SELECTOR, told.hear, without="only heartbeats tell").run())
     try:
-        with patch.object(kube_client, "BACKOFF", backoff):
+        with patch.object(kube_client, "BACKOFF", Backoff(first_s=0.01, most_s=0.05)):
             yield told
             assert not task.done()
     finally:

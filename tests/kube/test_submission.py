@@ -64,10 +64,6 @@ def pod(name: str, component: str, **status: Any) -> Object:
     return {"kind": "Pod", "metadata": {"name": name, "uid": name, "labels": labels}, "spec": {}, "status": status}
 
 
-def add(api: ApiServer, item: Object) -> None:
-    api.put(item)
-
-
 READY = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
 
 
@@ -80,7 +76,7 @@ def job_ends(api: ApiServer, message: str = "") -> None:
             if message:
                 ended = {"terminated": {"exitCode": 2, "message": message}}
                 one = pod("own-validation-x", "validation", phase="Failed", containerStatuses=[{"state": ended}])
-                add(api, one | {"metadata": item["spec"]["template"]["metadata"] | {"name": "own-validation-x", "uid": "x"}})
+                api.put(one | {"metadata": item["spec"]["template"]["metadata"] | {"name": "own-validation-x", "uid": "x"}})
             asyncio.get_running_loop().call_later(0.1, api.notify, "MODIFIED", item)
 
     api.appeared = end
@@ -253,12 +249,12 @@ async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_ne
     no_node = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
     async with trainer_served(monkeypatch, tls_dir) as trainer:
         publish(api, steps="4")
-        add(api, pod("own-pipelinerl-trainer-0", "trainer", phase="Pending", conditions=[no_node]))
+        api.put(pod("own-pipelinerl-trainer-0", "trainer", phase="Pending", conditions=[no_node]))
         watching = asyncio.create_task(watch(release))
         await until(lambda: state.phase == "trainer-0: Pending: 0/3 nodes are available", watching)
         trainer.taken = [1, 2]
         trainer_pod["status"]["podIP"] = "127.0.0.1"
-        add(api, trainer_pod)
+        api.put(trainer_pod)
         await until(lambda: state.step == 2, watching)
         api.drop_sockets()
         trainer.taken = [1, 2, 3]
@@ -267,7 +263,7 @@ async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_ne
         await until(lambda: "waiting for the Kubernetes API" in state.phase, watching)
         await api.start("127.0.0.1", api.port)
         trainer.incarnation, trainer.version, trainer.taken = 2, 1, [1]
-        add(api, trainer_pod | {"metadata": trainer_pod["metadata"] | {"uid": "another"}})
+        api.put(trainer_pod | {"metadata": trainer_pod["metadata"] | {"uid": "another"}})
         await until(lambda: state.step == 1, watching)  # a restart undid steps
         trainer.taken = [1, 2, 3, 4]
         await until(lambda: state.step == 4, watching)
@@ -302,7 +298,7 @@ async def test_a_right_that_is_missing_is_named(
 ) -> None:
     api.withheld = {withheld}
     publish(api, steps="4", phase="Running")
-    add(api, pod("own-pipelinerl-trainer-0", "trainer", **READY))
+    api.put(pod("own-pipelinerl-trainer-0", "trainer", **READY))
     assert await pipelinerl(*command) == 1
     assert f"resources [{withheld.resource}], verbs [{withheld.verb}" in capsys.readouterr().err
 
@@ -324,7 +320,7 @@ def run_dir(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (folder / "checkpoint" / "empty").touch()
     (folder / "metrics.jsonl").touch()
     (folder / "checkpoint" / "secret").symlink_to("/etc/hostname")
-    add(api, pod("own-pipelinerl-trainer-0", "trainer"))
+    api.put(pod("own-pipelinerl-trainer-0", "trainer"))
 
     async def execute(name: str, container: str, command: list[str]) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
@@ -451,9 +447,8 @@ def test_no_file_is_written_outside_of_the_folder(tmp_path: Path, name: str) -> 
     (tmp_path / "checkpoint" / "a").symlink_to("/tmp")
     with pytest.raises(ServiceError, match="which has no place in"):
         files_of(b"1 " + name.encode(), tmp_path)
-    assert files_of(b"1 ../x\n1 /etc/passwd\n1 .\n1 other\n2 checkpoint/b", tmp_path) == {
-        "checkpoint/b": (2, tmp_path / "checkpoint" / "b")
-    }
+    listed = files_of(b"1 ../x\n1 /etc/passwd\n1 .\n1 other\n2 checkpoint/b", tmp_path)
+    assert listed == {"checkpoint/b": (2, tmp_path / "checkpoint" / "b")}
 
 
 @pytest.mark.parametrize("listed", [b"recipe.yaml", b"many recipe.yaml", b"1 \xff"])

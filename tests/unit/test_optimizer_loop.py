@@ -228,9 +228,7 @@ async def test_a_resumed_run_whose_actors_leave_its_adapters_out_trains_nothing(
     async with serving(a=actor) as addresses, bench(tmp_path, weights={"probe_every": 50, "probe_tokens": 9}) as one:
         one.run.updater.serve(addresses)  # type: ignore[attr-defined]
         one.policy.score = lambda token_ids, *, adapters=True: base + change * adapters  # type: ignore[method-assign]
-        with pytest.raises(
-            FieldError, match=r"nothing is trained.* a at version 1:0: the actor shows 50% \(± 0%\) of training's change"
-        ):
+        with pytest.raises(FieldError, match=r"nothing is trained.* a at version 1:0: the actor shows 50% \(± 0%\) of"):
             await one.loop.run()
 
 

@@ -87,6 +87,9 @@ def test_a_model_tells_how_much_of_it_tokens_use(name: str, config: str, paramet
     assert active_share(ModelConfig(source="path", name=str(folder)), 0) == 1.0
 
 
+LAYERS = {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_hidden_layers": 4}
+
+
 @pytest.mark.parametrize(
     ("config", "kib"),
     [
@@ -98,16 +101,7 @@ def test_a_model_tells_how_much_of_it_tokens_use(name: str, config: str, paramet
         # DeepSeek-V3: 61 layers of 512 + 64.
         ({"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 68.625),
         # One layer of four has a cache that grows: 2 heads of 256.
-        (
-            {
-                "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-                "num_hidden_layers": 4,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 2,
-                "head_dim": 256,
-            },
-            2,
-        ),
+        ({**LAYERS, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256}, 2),
     ],
 )
 def test_a_models_config_tells_its_kv_cache(config: dict[str, Any], kib: float, tmp_path: Path) -> None:
@@ -223,11 +217,7 @@ def test_the_command_prints_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "; 2 KiB of KV cache per token (as given)\n" in capsys.readouterr().out
     for key, value, problem in (
         ("kv_gib", 1e-9, "does not hold one sequence"),
-        (
-            "trained_tokens_per_s",
-            math.inf,
-            "trained_tokens_per_s = inf: use a number, above 0 (completion tokens per second of one",
-        ),
+        ("trained_tokens_per_s", math.inf, "trained_tokens_per_s = inf: use a number, above 0 (completion tokens per second"),
         ("decode", [[1, math.inf]], "decode.0.1 = inf: Input should be a finite number"),
     ):
         (tmp_path / "mine.json").write_text(json.dumps({**speeds, key: value}).replace("Infinity", "1e999"))

@@ -125,9 +125,6 @@ def test_a_run_is_rewound_to_before_all_that_is_remembered() -> None:
     assert (run.step, row(run, "policy version")) == (0, "-")
 
 
-# Text
-
-
 # Rendering
 
 

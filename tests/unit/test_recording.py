@@ -185,9 +185,8 @@ def test_the_verdict_says_what_was_compared() -> None:
     assert "nothing was compared" in verdict(0, [], False)
     assert verdict(3, [2], True).startswith("an experiment")
     then, now = {"loss": 0.0, "ess": 0.5, "kl": 1.0}, {"loss": 1e-9, "ess": 0.501, "clip_fraction": 0.1, "kl": 9.0}
-    assert line(7, "b" * 64, "a" * 64, now, then, False).startswith(
-        f"step     7  {'b' * 12} DIFFERS from {'a' * 12}, in ess by 2.0e-03"
-    )
+    told = line(7, "b" * 64, "a" * 64, now, then, False)
+    assert told.startswith(f"step     7  {'b' * 12} DIFFERS from {'a' * 12}, in ess by 2.0e-03")
     assert line(7, "b" * 64, "a" * 64, now, {}, False).startswith(f"step     7  {'b' * 12} DIFFERS from {'a' * 12}  loss 1e-09")
 
 

@@ -192,9 +192,7 @@ def test_the_recipe_of_another_version_names_the_fix(tmp_path: Path) -> None:
     run.recipe.write_text(run.recipe.read_text().replace("sampling:", "sampling:\n  top_p: 1.0"))
     (tmp_path / "metrics.jsonl").touch()
     for attempt in (lambda: resume(run), lambda: write_report(tmp_path)):
-        with pytest.raises(
-            UserError, match=r"(?s)sampling\.top_p = 1\.0: no such field.*the version of pipelinerl that wrote it"
-        ):
+        with pytest.raises(UserError, match=r"(?s)sampling\.top_p = 1\.0: no such field.*the version of pipelinerl that"):
             attempt()
 
 

@@ -350,9 +350,8 @@ def test_programs_that_hang_cost_their_tests_and_not_the_item(monkeypatch: pytes
 
 
 def test_json_schema_names_what_is_wrong_with_the_answer_and_a_bad_one_is_found_at_the_start() -> None:
-    reward = make_reward(
-        RewardConfig(scorer="json_schema", json_schema={"additionalProperties": {"type": "integer"}}), TaskConfig()
-    )
+    integers = RewardConfig(scorer="json_schema", json_schema={"additionalProperties": {"type": "integer"}})
+    reward = make_reward(integers, TaskConfig())
     half = score_item(reward, wire_item('{"\\ud800": "x"}', {}))
     assert (half.status, half.reward, "\ufffd" in half.message) == (verifier_pb2.VERIFY_STATUS_OK, 0.0, True)
     assert json_schema_scorer(POINT)(item('{"x": "one"}')).reason == "$.x: 'one' is not of type 'integer'"
@@ -674,10 +673,8 @@ def test_reference_that_is_not_a_json_object(text: str) -> None:
 def test_finish_reason_and_lengths_reach_the_function() -> None:
     seen: list[RewardInput] = []
     reward = ComposedReward(RewardConfig(), lambda got: seen.append(got) or Score(1.0))
-    score_item(
-        reward,
-        wire_item("x", {}, completion_tokens=7, max_tokens=9, finish_reason=sequence_pb2.FINISH_REASON_LENGTH, prompt_text="p"),
-    )
+    cut = {"completion_tokens": 7, "max_tokens": 9, "finish_reason": sequence_pb2.FINISH_REASON_LENGTH}
+    score_item(reward, wire_item("x", {}, prompt_text="p", **cut))
     assert seen == [RewardInput("p", "x", "x", {}, completion_tokens=7, max_tokens=9, finish_reason="length", sequence_id="s")]
 
 

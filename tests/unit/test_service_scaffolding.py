@@ -186,9 +186,8 @@ class Scripted(verifier_pb2_grpc.VerifierServiceServicer):
                 raise FieldError("items.0.task", "x", "use y")
             case "abort":
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
-        return verifier_pb2.VerifyResponse(
-            results=[verifier_pb2.VerifyResult(reward=len(item.completion_text)) for item in request.items]
-        )
+        results = [verifier_pb2.VerifyResult(reward=len(item.completion_text)) for item in request.items]
+        return verifier_pb2.VerifyResponse(results=results)
 
 
 def register(server: aio.Server) -> None:

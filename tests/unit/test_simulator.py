@@ -68,9 +68,8 @@ def test_actors_that_outrun_the_trainer_idle_instead_of_making_data_old() -> Non
 
 def test_a_conventional_phase_by_hand() -> None:
     """G = 2 steps of 4 on 2 accelerators of 2 slots: 8 sequences of 4 tokens in 8 decode steps, then twice 16 tokens in 8."""
-    recipe = one_at_a_time(
-        4, slots=2, group_size=2, mode="conventional", algorithm={"advantage": "value", "conventional_g": 2, "max_lag": None}
-    )
+    algorithm = {"advantage": "value", "conventional_g": 2, "max_lag": None}
+    recipe = one_at_a_time(4, slots=2, group_size=2, mode="conventional", algorithm=algorithm)
     counted = simulated(recipe, Timing(EVEN, training=1.0), num_actors=2, num_ranks=2, warmup_steps=2, steps=4)
     assert (counted.duration, counted.lag_histogram) == (pytest.approx(2 * (8 + 16)), {0: 32, 1: 32})
     assert (counted.actor_idle, counted.trainer_idle) == (pytest.approx(2 / 3), pytest.approx(1 / 3))

@@ -66,9 +66,8 @@ def test_what_names_no_sampled_trace_is_followed_by_nothing(headers: dict[str, s
 def test_attributes_have_the_names_of_the_conventions() -> None:
     ours = {*a.messaging("send", "s", "m", 1), *a.rpc("m"), a.RPC_STATUS}
     ours |= {a.INPUT_TOKENS, a.OUTPUT_TOKENS, a.FINISH_REASONS, a.CHOICES}
-    theirs = {
-        v for m in (gen_ai_attributes, messaging_attributes, rpc_attributes) for v in vars(m).values() if isinstance(v, str)
-    }
+    conventions = (gen_ai_attributes, messaging_attributes, rpc_attributes)
+    theirs = {value for module in conventions for value in vars(module).values() if isinstance(value, str)}
     assert ours <= theirs
     assert a.STATUS == "pipelinerl.verify.status"
 
@@ -92,9 +91,8 @@ def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained
     (trained,), (step,) = spans.named("sequence.train"), spans.named("step.train")
     assert spans.way(trained) == ["group.issue", "sequence.receive", "sequence.train"]
     assert step.parent is None
-    assert {link.context.span_id for link in step.links} == {
-        span.context.span_id for span in spans.named("sequence.receive") if span.context
-    }
+    received = {span.context.span_id for span in spans.named("sequence.receive") if span.context}
+    assert {link.context.span_id for link in step.links} == received
     assert [link.context.span_id for link in trained.links] == [step.context.span_id]
     assert (trained.attributes[a.OUTCOME], trained.attributes[a.VERSION]) == ("trained", 8)
     stale = spans.named("sequence.end")
@@ -151,9 +149,6 @@ async def test_who_goes_on_with_a_group_follows_the_same_trace() -> None:
     carried = [(span.attributes or {}).get(a.CARRIED_TOKENS) for span in generated]
     assert carried == [None, None, 2, 2]
     assert [event.name for span in generated[:2] for event in span.events] == ["interrupted"] * 2
-
-
-# --- the verifier
 
 
 # --- weight updates

@@ -196,9 +196,7 @@ async def test_a_hanging_tracker_is_abandoned_at_the_end(
         await trackers.close()
         assert (thread.lost, tracker.took) == (500, [])
         first, last = warnings(caplog)
-    assert first == (
-        "tracker fake did not finish in time at the run's end, and is abandoned; training goes on without waiting for it"
-    )
+    assert first.startswith("tracker fake did not finish in time at the run's end, and is abandoned; training goes on")
     assert last == "tracker fake: 500 of 500 points did not reach it"
 
 
