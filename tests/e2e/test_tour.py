@@ -383,9 +383,8 @@ async def test_everything_on_the_page_can_be_reached_and_named_without_a_mouse(t
         kinds, outlines = [], set()
         for _ in range(14):
             await shown.page.keyboard.press("Tab")
-            kind, outline = await shown.page.evaluate(
-                "[document.activeElement.tagName, getComputedStyle(document.activeElement).outlineStyle]"
-            )
+            focus = "[document.activeElement.tagName, getComputedStyle(document.activeElement).outlineStyle]"
+            kind, outline = await shown.page.evaluate(focus)
             kinds.append(kind.lower())
             outlines.add(outline)
         assert kinds[:9] == ["a"] * 7 + ["input", "svg"], kinds
@@ -788,10 +787,8 @@ async def test_the_notebook_in_examples_runs(tmp_path: Path) -> None:
     patience = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), RUN_TIMEOUT_S)
     await NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, **patience).async_execute()
     for cell, before in zip(shown, committed, strict=True):
-        kinds, kinds_before = (
-            [one.output_type for one in all_ if one.output_type != "stream"] for all_ in (cell.outputs, before)
-        )
-        assert kinds == kinds_before, cell.source
+        outputs = [[one.output_type for one in all_ if one.output_type != "stream"] for all_ in (cell.outputs, before)]
+        assert outputs[0] == outputs[1], cell.source
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert "def last_number" in (run_dir / "modules" / "notebook_reward.py").read_text()
     rewards = {json.loads(line)["reward"] for line in (run_dir / "samples.jsonl").read_text().splitlines()}

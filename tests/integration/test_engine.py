@@ -100,9 +100,8 @@ async def check_seeded_prompts(run: Running) -> None:
     """More of them at once than a step of the engine takes: none is taken in parts, which would end vLLM on a CPU."""
     prompts = [np.random.default_rng(number).integers(0, 256, 500, dtype=np.int32) for number in range(40)]
     sampling = SamplingParams(max_tokens=2)
-    made = await asyncio.gather(
-        *(run.engine.generate(GenerationRequest(f"p{n}", prompt, sampling, seed=n)) for n, prompt in enumerate(prompts, 1))
-    )
+    requests = (GenerationRequest(f"p{n}", prompt, sampling, seed=n) for n, prompt in enumerate(prompts, 1))
+    made = await asyncio.gather(*map(run.engine.generate, requests))
     assert all(len(one.completion_token_ids) for one in made)
     await run.engine.check_health()
 

@@ -71,9 +71,8 @@ async def run(address: str, *requests: EpisodeRequest) -> list[VerifyResult]:
 
 async def run_few_at_once(hostile: Verifier, policy: FakeEndpoint, programs: list[str]) -> list[VerifyResult]:
     requests = [episode(policy, {"in_reply": f"run {program}"}, number) for number, program in enumerate(programs)]
-    return [
-        one for start in range(0, len(requests), 4) for one in await run(hostile.address.grpc, *requests[start : start + 4])
-    ]
+    batches = (requests[start : start + 4] for start in range(0, len(requests), 4))
+    return [one for batch in batches for one in await run(hostile.address.grpc, *batch)]
 
 
 # --- what an environment gets and gives
@@ -167,10 +166,8 @@ def test_an_environment_offers_functions_from_its_start_on_and_may_reuse_its_mes
 
     class Changing(Odd):
         def start(self, row: Any, seed: int) -> Any:
-            self.tools, self._message = (
-                [look, {"type": "function", "function": {"name": "go"}}],
-                {"role": "user", "content": "?"},
-            )
+            go = {"type": "function", "function": {"name": "go"}}
+            self.tools, self._message = [look, go], {"role": "user", "content": "?"}
             return [self._message]
 
         def reply(self, turn: Turn) -> Any:
@@ -196,7 +193,7 @@ async def test_a_turn_for_which_the_policy_has_no_room_is_its_fault(hostile: Ver
     assert dict(result.components) == {"answer": 0.0}
 
 
-async def test_an_actor_that_refuses_or_is_gone_is_nobodys_fault(hostile: Verifier, policy: FakeEndpoint) -> None:
+async def test_an_actor_that_refuses_or_is_gone_is_nobodys_fault(hostile: Verifier) -> None:
     with fake_endpoint(lambda _: refuses("gone", 404)) as endpoint:
         (refused,) = await run(hostile.address.grpc, episode(endpoint, {}))
     (away,) = await run(hostile.address.grpc, episode(endpoint, {}))
@@ -396,10 +393,8 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
     assert dict(result.components) == {"answer": 1.0, "overlong": pytest.approx(-0.5 * (9 - 2) / 8)}
     assert dict(result.metrics) == {"tool_errors": 1.0 if confinement_missing() else 2.0}  # divide and run
     first, last = endpoint.requests[0], endpoint.requests[-1]
-    assert first["messages"] == [
-        {"role": "system", "content": "You have tools."},
-        {"role": "user", "content": "6 * 7?\nWrite # before the answer."},
-    ]
+    asked = [(message["role"], message["content"]) for message in first["messages"]]
+    assert asked == [("system", "You have tools."), ("user", "6 * 7?\nWrite # before the answer.")]
     assert [tool["function"]["name"] for tool in first["tools"]] == ["multiply", "divide", "repeat", "table", "run"]
     answers = [message for message in last["messages"] if message["role"] == "tool"]
     assert {message["tool_call_id"] for message in answers} == {"call-1"}
@@ -452,17 +447,11 @@ async def test_an_agent_runs_in_a_sandbox_where_the_recipe_says_so(tmp_path: Pat
 
 async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, policy: FakeEndpoint) -> None:
     (tmp_path / "my agent.py").write_text(AGENT)
-    task = {
-        "source": "agent",
-        "name": "asking",
-        "path": "unused.jsonl",
-        "command": f"python '{tmp_path}/my agent.py'",
-        "episode_timeout_s": 12.0,
-    }
+    task = {"source": "agent", "name": "asking", "path": "unused.jsonl", "episode_timeout_s": 12.0}
+    task["command"] = f"python '{tmp_path}/my agent.py'"
     rows = [{}, {"exit": 3}, {"print": 2**21}, {"sleep": str(tmp_path / "pids")}]
-    requests = [
-        episode(policy, {"question": "half?"} | row, number, answer="0.5", task="asking") for number, row in enumerate(rows)
-    ]
+    asked = enumerate({"question": "half?"} | row for row in rows)
+    requests = [episode(policy, row, number, answer="0.5", task="asking") for number, row in asked]
     results = await served(tmp_path, recipe(task=task), *requests)
     assert [status_name(result.status) for result in results] == ["ok", "crashed", "crashed", "timeout"]
     assert (results[0].reward, results[0].answer) == (1.0, "0.5\n")
@@ -505,9 +494,8 @@ async def test_a_judge_scores_the_answers_of_tools_and_agents(
                 (unasked,) = await client.verify([VerifyItem(sequence_id="t.1", task="sums", reference_json="{}")])
             policy.answer = lambda _: says("1")
             judging.slow.clear()
-            late = asyncio.create_task(
-                run(address.grpc, *(episode(policy, row, n, task="sums", **about | {"prompt_text": str(n)}) for n in (5, 6)))
-            )
+            named = [episode(policy, row, n, task="sums", **about | {"prompt_text": str(n)}) for n in (5, 6)]
+            late = asyncio.create_task(run(address.grpc, *named))
             await until(lambda: "and max_queue = 1" in caplog.text or late.done())
             judging.slow.set()
             waited = [(status_name(one.status), one.reward) for one in await late]

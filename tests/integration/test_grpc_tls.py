@@ -95,7 +95,7 @@ async def test_refusals_say_why(files: Callable[..., Path]) -> None:
         assert await health_of(open_channel(f"{HOST}:{port}", client_files)) == 1
 
 
-async def test_a_caller_of_another_ca_is_refused(files: Callable[..., Path], authority: Authority) -> None:
+async def test_a_caller_of_another_ca_is_refused(files: Callable[..., Path]) -> None:
     """It trusts the server, which does not trust it. The server closes the connection without a reason."""
     async with serving(files("server", HOST)) as port:
         stranger = Authority("another").issue(files("stranger", "x"), "caller")

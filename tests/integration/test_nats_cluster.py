@@ -120,9 +120,8 @@ async def _all_current(bus: Bus) -> None:
 
 
 def test_the_trainers_settings_reach_the_streams(tmp_path: Path) -> None:
-    settings = TrainerSettings(
-        run=RUN, recipe=tmp_path, instance="trainer", run_dir=tmp_path, stream_replicas=3, sequences_max_gib=1.5
-    )
+    given = {"run": RUN, "recipe": tmp_path, "instance": "trainer", "run_dir": tmp_path}
+    settings = TrainerSettings(**given, stream_replicas=3, sequences_max_gib=1.5)
     limits = stream_limits(settings.model_copy(update={"weights_max_gib": 0.5}))
     assert (limits.replicas, limits.sequences_max_bytes, limits.weights_max_bytes) == (3, 1_610_612_736, 536_870_912)
     check_log_size(0.5, 536_870_912 // 3)

@@ -184,10 +184,8 @@ async def test_honest_programs_are_scored_among_hostile_ones(tmp_path: Path, num
     with surroundings_in(tmp_path) as surroundings, verifier(folder, data) as running:
         running.wait_until_serving()
         attempts = [*(surroundings.filled(each, running.process.pid) for each in ESCAPES.values()), *HOGS.values()]
-        asked = [
-            VerifyItem(sequence_id=f"g.{index}", task=TASK, reference_json=json.dumps({"row": {"tests": tests}}))
-            for index in range(number)
-        ]
+        reference = json.dumps({"row": {"tests": tests}})
+        asked = [VerifyItem(sequence_id=f"g.{index}", task=TASK, reference_json=reference) for index in range(number)]
         for index, item in enumerate(asked):
             item.completion_text = drawn.choice(attempts) if index % 4 else "print('right')"
             item.task = TASK if index % 4 else PATIENT
@@ -229,11 +227,9 @@ async def test_a_misdeed_costs_its_own_item(hostile: Verifier) -> None:
     for guilty, (misdeed, status, message) in zip(scored[: 2 * len(MISDEEDS) : 2], MISDEEDS, strict=True):
         assert (status_name(guilty.status), guilty.reward) == (status, 0.0), misdeed
         assert message in guilty.message
-    good = [("ok", float(index)) for index in (*range(len(MISDEEDS)), 1.0, 0.5, 1.0)]
-    assert [
-        (status_name(outcome.status), outcome.reward)
-        for outcome in [*scored[1 : 2 * len(MISDEEDS) : 2], *scored[2 * len(MISDEEDS) :]]
-    ] == good
+    others = [*scored[1 : 2 * len(MISDEEDS) : 2], *scored[2 * len(MISDEEDS) :]]
+    values = [float(index) for index in (*range(len(MISDEEDS)), 1.0, 0.5, 1.0)]
+    assert [(status_name(one.status), one.reward) for one in others] == [("ok", value) for value in values]
 
 
 async def test_processes_a_reward_started_end_with_its_item(hostile: Verifier, tmp_path: Path) -> None:
@@ -457,9 +453,8 @@ async def test_a_verifier_that_is_late_gets_twice_as_long_each_time(monkeypatch:
 
 
 def response(*results: tuple[str, int, float]) -> verifier_pb2.VerifyResponse:
-    return verifier_pb2.VerifyResponse(
-        results=[verifier_pb2.VerifyResult(sequence_id=name, status=code, reward=value) for name, code, value in results]
-    )
+    given = [VerifyResult(sequence_id=name, status=code, reward=value) for name, code, value in results]
+    return verifier_pb2.VerifyResponse(results=given)
 
 
 @pytest.mark.parametrize(

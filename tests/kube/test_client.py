@@ -72,7 +72,7 @@ async def test_without_a_service_account_the_error_says_what_is_missing(api: Api
         await KubeClient(NAMESPACE, tmp_path).items(LIST_PODS, SELECTOR)
 
 
-async def test_another_ca_is_not_trusted(api: ApiServer, account: Callable[[str], Path], tmp_path: Path) -> None:
+async def test_another_ca_is_not_trusted(api: ApiServer, account: Callable[[str], Path]) -> None:
     folder = account("trainer-token")
     Authority("another CA").write_ca(folder)
     async with kube_client(folder) as client:

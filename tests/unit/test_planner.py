@@ -136,15 +136,12 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
     told = [str(one) for one in misfits(recipe_with(3), model, machine, lengths, 1, 50000)]
     assert re.search(r"--sequences-in-progress = 50000: .* holds \d+ sequences", told[0])
     assert told[1:] == ["--accelerators = 1: an actor needs 1 of them and the trainer 1; give more"]
-    parts = recipe_with(None).model_copy(
-        update={"trainer": recipe_with(None).trainer.model_copy(update={"context_parallel": 2, "shard_ranks": 4})}
-    )
+    trainer = recipe_with(None).trainer.model_copy(update={"context_parallel": 2, "shard_ranks": 4})
+    parts = recipe_with(None).model_copy(update={"trainer": trainer})
     uneven = make_plan(parts, model, replace(machine, per_actor=3), lengths, 9, sequences_in_progress=16)
     assert (uneven.split.num_generators, uneven.split.num_trainers) == (1, 4)
-    assert (
-        "unused: 2 accelerators of 9, because an actor takes 3, and context_parallel and shard_ranks need a multiple of 4 ranks"
-        in (uneven.reasons)
-    )
+    said = "unused: 2 accelerators of 9, because an actor takes 3, and context_parallel and shard_ranks need a multiple of 4"
+    assert any(one.startswith(said) for one in uneven.reasons)
     assert [str(one) for one in misfits(parts, model, replace(machine, per_actor=3), lengths, 6)] == [
         "--accelerators = 6: an actor needs 3 of them and the trainer 4; give more"
     ]

@@ -49,10 +49,8 @@ def batch() -> list[TrainingGroup]:
     first = [several_versions(one) for one in sequences_of([(3, 7), (3, 5), (3, 4)])]
     second = [dataclasses.replace(one, group_id="h", sequence_id=f"h.{at}") for at, one in enumerate(episodes_of(EPISODES))]
     odd = dataclasses.replace(second[0], behaviour_logprobs=-np.abs(second[0].behaviour_logprobs) - np.float32(1e-7))
-    return [
-        TrainingGroup(tuple(first), np.array([1 / 3, -0.1, np.nextafter(0.2, 1)])),
-        TrainingGroup((odd, *second[1:]), np.arange(4) / 7),
-    ]
+    advantages = np.array([1 / 3, -0.1, np.nextafter(0.2, 1)])
+    return [TrainingGroup(tuple(first), advantages), TrainingGroup((odd, *second[1:]), np.arange(4) / 7)]
 
 
 def test_a_step_comes_back_to_the_bit_in_its_order(tmp_path: Path) -> None:

@@ -495,13 +495,8 @@ def test_binary_keeps_full_answers_and_a_users_number_as_it_is(config: dict[str,
 
 
 def test_terms_add_up() -> None:
-    reward = compose(
-        Score(1.0),
-        correct=2.0,
-        format_pattern="<a>.*</a>",
-        format_weight=0.5,
-        overlong=OverlongConfig(buffer_tokens=20, penalty=0.4),
-    )
+    overlong = OverlongConfig(buffer_tokens=20, penalty=0.4)
+    reward = compose(Score(1.0), correct=2.0, format_pattern="<a>.*</a>", format_weight=0.5, overlong=overlong)
     full = reward(item("<a>7</a>\n", completion_tokens=90, max_tokens=100))
     assert full.parts == pytest.approx({"answer": 2.0, "format": 0.5, "overlong": -0.2})
     assert full.value == pytest.approx(2.3)

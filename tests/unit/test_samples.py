@@ -31,24 +31,24 @@ from tests.support.learner import (
 from tests.unit.builders import make_episode, make_group, make_sequence
 
 
-def groups_of(lengths: list[tuple[int, int]], size: int) -> list[TrainingGroup]:
+def groups_of_two(lengths: list[tuple[int, int]]) -> list[TrainingGroup]:
     sequences = sequences_of(lengths)
     spans = (VersionSpan(0, 0, 1), VersionSpan(1, 1, lengths[2][1]))
     sequences[2] = replace(sequences[2], spans=spans)
-    return [group_of(sequences[begin : begin + size]) for begin in range(0, len(sequences), size)]
+    return [group_of(sequences[begin : begin + 2]) for begin in range(0, len(sequences), 2)]
 
 
 # Weights
 
 
 def test_the_first_sequence_and_one_that_spans_versions_are_sampled() -> None:
-    groups = groups_of([(3, 2), (1, 9), (1, 4), (4, 1)], size=2)
+    groups = groups_of_two([(3, 2), (1, 9), (1, 4), (4, 1)])
     assert [one.sequence_id for one in sampled_sequences(groups)] == ["g.0", "g.2"]
     assert [one.sequence_id for one in sampled_sequences(groups[:1])] == ["g.0", "g.1"]
     assert [one.sequence_id for one in sampled_sequences([group_of(sequences_of([(1, 1)]))])] == ["g.0"]
 
 
-SINGLE_TURNS = groups_of([(2, 9), (5, 3), (1, 4), (4, 17), (3, 2), (6, 8)], size=2)
+SINGLE_TURNS = groups_of_two([(2, 9), (5, 3), (1, 4), (4, 17), (3, 2), (6, 8)])
 OF_EPISODES = [group_of([one]) for one in episodes_of(EPISODES[1:])]
 
 
@@ -174,9 +174,8 @@ def test_a_trained_sample_has_text_version_and_weight_of_each_token() -> None:
 
 def test_a_sample_of_an_episode_has_its_turns_and_what_it_observed_branch_by_branch() -> None:
     """Turn ab, observation ca, turn b, and a branch that saw cc and said a; versions 6 and 7 sampled."""
-    one = make_episode(
-        make_group(), 0, prompt_token_ids=np.array([2, 2], np.int32), completion_token_ids=np.array([0], np.int32)
-    )
+    ids = {"prompt_token_ids": np.array([2, 2], np.int32), "completion_token_ids": np.array([0], np.int32)}
+    one = make_episode(make_group(), 0, **ids)
     spans = (VersionSpan(6, 0, 1), VersionSpan(7, 1, 2), VersionSpan(7, 4, 5))
     tokens = np.array([0, 1, 2, 0, 1], np.int32)
     one = replace(one, prompt_token_ids=tokens[:3], completion_token_ids=tokens, spans=spans, prompt_text="the problem")

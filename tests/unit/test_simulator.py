@@ -102,15 +102,8 @@ def test_what_is_overtaken_is_dropped_by_its_length_and_replaced() -> None:
 def test_pipeline_agrees_with_the_closed_form_whichever_side_is_slower(num_actors: int, num_ranks: int) -> None:
     recipe = one_at_a_time(128, slots=64, algorithm={"advantage": "value", "max_lag": None})
     lengths = Lengths.of_bars([(1, 1000, 1.0)])
-    counted = simulated(
-        recipe,
-        Timing(PAPER_CURVE, PAPER_TRAINING_TIME),
-        lengths,
-        num_actors=num_actors,
-        num_ranks=num_ranks,
-        warmup_steps=40,
-        steps=40,
-    )
+    numbers = {"num_actors": num_actors, "num_ranks": num_ranks, "warmup_steps": 40, "steps": 40}
+    counted = simulated(recipe, Timing(PAPER_CURVE, PAPER_TRAINING_TIME), lengths, **numbers)
     closed = split(PAPER_CURVE, PAPER_TRAINING_TIME, lengths, 128, 64, num_actors, num_ranks)
     assert counted.rate == pytest.approx(closed.rate, rel=0.01)
     idle_side = counted.trainer_idle if closed.generation < closed.training else 0.0

@@ -34,8 +34,8 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
 
 
-def written(path: Path, trained: Learner | None = None) -> Path:
-    one = trained or learner()
+def written(path: Path) -> Path:
+    one = learner()
     one.step(one.prepare([GROUP], 0))
     write_state(stage(one), path, None)
     return path
@@ -53,7 +53,7 @@ def test_a_learner_that_was_never_stepped_comes_back_as_new(tmp_path: Path) -> N
     assert same(learner_state(one), learner_state(other))
 
 
-def test_what_is_stored_has_its_name_and_is_float32(tmp_path: Path) -> None:
+def test_what_is_stored_has_its_name_and_is_float32() -> None:
     staged = stage(learner(dtype=torch.bfloat16, num_hidden_layers=1))
     layer = "model.model.layers.0.mlp.up_proj.weight"
     assert {f"{kind}/{layer}" for kind in ("weight", "exp_avg", "exp_avg_sq", "step")} <= staged.keys()

@@ -157,9 +157,8 @@ def test_a_file_is_shuffled_and_a_part_held_out(suffix: str, write: Callable[[Pa
         epochs = [[source.problem(Split.TRAIN, 8 * epoch + i).question for i in range(8)] for epoch in (0, 1)]
         assert [sorted([*epoch, *heldout]) for epoch in epochs] == [[f"q{number}" for number in range(10)]] * 2
         assert epochs[0] != epochs[1]
-        assert source.problem(Split.HELDOUT, 0) == Problem(
-            heldout[0], {"answer": heldout[0][1:], "row": {"prompt": heldout[0], "answer": int(heldout[0][1:])}}
-        )
+        row = {"prompt": heldout[0], "answer": int(heldout[0][1:])}
+        assert source.problem(Split.HELDOUT, 0) == Problem(heldout[0], {"answer": heldout[0][1:], "row": row})
         drawn.append(heldout)
     assert drawn[0] == drawn[1]
     assert len(set(map(frozenset, drawn))) > 1, "not the file's end"
@@ -265,9 +264,8 @@ MULTILINE = [{"prompt": f"q{number},\nnext line", "answer": number} for number i
 def test_files_of_other_forms_hold_the_same_problems(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     source = FileSource(file_task(tmp_path / name, heldout=1), seed=0)
-    assert [(one.question, one.reference["answer"]) for one in source.problems] == [
-        (f"q{number},\nnext line", str(number)) for number in range(4)
-    ]
+    found = [(one.question, one.reference["answer"]) for one in source.problems]
+    assert found == [(f"q{number},\nnext line", str(number)) for number in range(4)]
 
 
 @pytest.mark.parametrize(

@@ -151,14 +151,8 @@ class RunningActor:
     async def register(
         self, process: str = "", ranks: int = 1, pod_uid: str = "", phase: RegistrationPhase = "joining"
     ) -> None:
-        registration = Registration(
-            actor=self.name,
-            process=process or self.process,
-            grpc_address=f"{self.name}:1",
-            ranks=ranks,
-            phase=phase,
-            pod_uid=pod_uid,
-        )
+        about = {"process": process or self.process, "ranks": ranks, "phase": phase, "pod_uid": pod_uid}
+        registration = Registration(actor=self.name, grpc_address=f"{self.name}:1", **about)
         await self.bus.put_member(self.name, registration.SerializeToString())
 
 
