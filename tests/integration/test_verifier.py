@@ -41,9 +41,6 @@ ENDLESS = ("sleep", "hang_in_c", "backtrack", "flood", "leave_children_and_hang"
 """Misdeeds that only the reward's time limit may end. All others have so much time that a busy machine does not fail them."""
 
 
-# --- a verifier process
-
-
 def recipe(**reward: Any) -> dict[str, Any]:
     file = {"source": "jsonl", "path": "unused.jsonl"}
     exact, further = (
@@ -86,9 +83,6 @@ async def outcomes(running: Verifier, completions: Sequence[str], task: str = ""
         return await client.verify(items(completions, task))
 
 
-# --- another model's judgement
-
-
 def test_a_judge_scores_and_no_worker_has_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
     with endpoint("Fine. SCORE: 7", (401, "who are sk-very-secret?")) as server:
@@ -112,9 +106,6 @@ def test_a_judge_scores_and_no_worker_has_its_key(tmp_path: Path, monkeypatch: p
     assert workers
     assert not any(b"sk-very-secret" in environment for environment in workers)
     assert "sk-very-secret" not in log
-
-
-# --- a sandbox
 
 
 @pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())

@@ -449,9 +449,6 @@ def test_a_list_of_files_that_is_none_is_refused(listed: bytes, tmp_path: Path) 
         files_of(listed, tmp_path)
 
 
-# --- pure
-
-
 @pytest.mark.parametrize(
     ("status", "told"),
     [

@@ -145,9 +145,6 @@ def test_more_actors_than_a_recipes_bound_occupies_are_not_wanted() -> None:
         assert one.wanted == most
 
 
-# In the trainer
-
-
 def test_the_metric_has_no_value_until_it_is_known() -> None:
     registry = CollectorRegistry()
     trainer = {"steps": 20, "batch_size": 4, "tokens_per_microbatch": 64}

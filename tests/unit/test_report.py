@@ -66,9 +66,6 @@ class Tags(html.parser.HTMLParser):
         self.seen.append((tag, dict(attributes)))
 
 
-# The data
-
-
 def test_heldout_stands_at_the_version_it_measured_the_last_one_included() -> None:
     evaluations = [{"version": version, "accuracy": 0.4 + 0.1 * version, "lower_bound": 0.1} for version in (0, 2, 3)]
     shown = data([record(1), record(2), record(3)], [], heldout=evaluations)
@@ -107,9 +104,6 @@ def test_of_an_episode_so_many_branches_turns_and_characters_are_shown() -> None
     assert [(len(one["parts"]), one["num_parts"], len(one["prompt"]) < 4100) for one in shown] == [(32, 40, True)] * 4
     part = shown[0]["parts"][0]
     assert (len(part["tokens"]), part["weights"], part["text"][1490:]) == (300, None, "word word  … (500 more characters)")
-
-
-# The page
 
 
 def test_model_output_cannot_leave_its_json_block_and_the_page_needs_nothing_from_outside() -> None:

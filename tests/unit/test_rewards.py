@@ -54,9 +54,6 @@ def gym_reference(family: str, seed: int = 3, **config: Any) -> dict[str, Any]:
     return json.loads(json.dumps({"answer": entry["answer"], "dataset": family, "entry": entry}))
 
 
-# --- finding the answer
-
-
 @pytest.mark.parametrize(
     ("pattern", "completion", "answer"),
     [
@@ -83,9 +80,6 @@ def test_the_answer_is_the_group_of_the_last_match_outside_thoughts(pattern: str
     assert reward.find_answer(completion) == answer
     in_begun_thought = reward.find_answer(completion.replace("<think>", "", 1), "<think>\n")
     assert in_begun_thought == (answer if "</think>" in completion or not pattern else None)
-
-
-# --- exact and regex
 
 
 @pytest.mark.parametrize(
@@ -122,9 +116,6 @@ def test_a_bad_reference_is_no_wrong_answer(make: Callable[[], Scorer], referenc
         make()(item("{}", reference))
 
 
-# --- math
-
-
 @pytest.mark.parametrize(
     ("answer", "value"),
     [
@@ -153,8 +144,6 @@ def test_the_recipe_that_asks_for_a_box_scores_nothing_else() -> None:
         scored = reward(RewardInput("", completion, reference={"answer": "42"}, **about))
         assert (scored.parts["answer"], scored.reason) == (value, "" if value else r"no closed \boxed{} in the answer")
 
-
-# --- JSON Schema
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 
@@ -388,9 +377,6 @@ def test_no_answer_gets_no_credit_and_an_unknown_family_names_near_ones() -> Non
     assert reasoning_gym_scorer("chain_sum")(item(None, gym_reference("chain_sum"))).value == 0.0
     with pytest.raises(FieldError, match=r"task\.name = 'chain_summ'.*did you mean chain_sum"):
         reasoning_gym_scorer("chain_summ")
-
-
-# --- overlong
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,6 @@ def groups_of_two(lengths: list[tuple[int, int]]) -> list[TrainingGroup]:
     return [group_of(sequences[begin : begin + 2]) for begin in range(0, len(sequences), 2)]
 
 
-# Weights
-
-
 def test_the_first_sequence_and_one_that_spans_versions_are_sampled() -> None:
     groups = groups_of_two([(3, 2), (1, 9), (1, 4), (4, 1)])
     assert [one.sequence_id for one in sampled_sequences(groups)] == ["g.0", "g.2"]
@@ -103,9 +100,6 @@ def test_weights_that_overflow_are_infinite() -> None:
     assert outcome[SAMPLED_WEIGHTS]["g.0"].tolist() == [math.inf, math.inf]
 
 
-# Pieces
-
-
 @pytest.fixture(scope="module")
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level, one token for each byte, and a few words; the way of GPT-2, Llama 3 and Qwen."""
@@ -149,9 +143,6 @@ def test_pieces_are_those_of_the_text(
         assert token_pieces(failing, -two, "nn", 100) is None
     (warning,) = [one.getMessage() for one in caplog.records]
     assert warning == "samples are written without their tokens because the tokenizer fails"
-
-
-# Lines
 
 
 def trained(step: int, *about: Any) -> Sample:

@@ -89,9 +89,6 @@ def test_the_trainers_page_keeps_its_port_over_restarts(launches: ServiceLaunche
         assert page(0, again) == page(port, again) == (True, 0), "somebody else has it now"
 
 
-# Restarts
-
-
 @pytest.mark.parametrize(
     ("exit_code", "served", "delays_s"),
     [
@@ -119,9 +116,6 @@ def test_deaths_are_counted_in_a_row_until_the_run_gets_further_or_the_process_l
     assert replace(row).in_a_row == 0, "each service counts its own"
 
 
-# Stopping
-
-
 @pytest.mark.parametrize(
     ("kind", "left_s", "within_s", "expected_s"),
     [
@@ -136,9 +130,6 @@ def test_deaths_are_counted_in_a_row_until_the_run_gets_further_or_the_process_l
 )
 def test_the_time_to_stop_is_shared(kind: str, left_s: float, within_s: float, expected_s: float) -> None:
     assert grace_s(kind, left_s, within_s) == expected_s
-
-
-# Temporary files
 
 
 @pytest.mark.parametrize(
@@ -176,9 +167,6 @@ def test_a_user_without_a_home_has_temporary_files_too(tmp_path: Path, monkeypat
     monkeypatch.setattr("os.getuid", lambda: 12345)  # nobody's
     assert private_files({}, tmp_path)["TMPDIR"] == str(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-# Threads
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,6 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
     assert a.STATUS == "pipelinerl.verify.status"
 
 
-# --- the trainer
-
-
 def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained_it() -> None:
     group, traces = make_group(num_samples=3), SequenceTraces()
     books = SequenceTracker(traces.tracked)
@@ -106,9 +103,6 @@ async def test_nothing_travels_where_there_is_nothing_to_follow(sampled: Abstrac
         async with desk() as one:
             delivery = await one.bus.next_prompt(5.0)
     assert delivery.headers == NO_HEADERS
-
-
-# --- the actor
 
 
 async def headers_of_two(bus: Bus) -> list[dict[str, str]]:
@@ -145,9 +139,6 @@ async def test_who_goes_on_with_a_group_follows_the_same_trace() -> None:
     carried = [(span.attributes or {}).get(a.CARRIED_TOKENS) for span in generated]
     assert carried == [None, None, 2, 2]
     assert [event.name for span in generated[:2] for event in span.events] == ["interrupted"] * 2
-
-
-# --- weight updates
 
 
 async def test_an_eviction_stays_in_the_updates_trace() -> None:

@@ -88,9 +88,6 @@ def test_a_second_save_beside_the_first_is_our_own_mistake(tmp_path: Path) -> No
     saver.end()
 
 
-# --- folders that are no state ---------------------------------------------------------------------------------------
-
-
 def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(FieldError, match=r"checkpoint = '.*': has no complete trainer state .*\.metadata"):
@@ -125,9 +122,6 @@ def test_a_damaged_state_is_told_of(tmp_path: Path, name: str, keep: int | None,
         os.truncate(folder / name, keep)
     with pytest.raises(ServiceError, match=f"the state in {folder} is damaged: {told}"):
         restore(learner(), folder)
-
-
-# --- disks that do not take it ---------------------------------------------------------------------------------------
 
 
 def full_disk(folder: Path, rank: int) -> Path:

@@ -22,8 +22,6 @@ from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from tests.support.learner import group_of, model_of, sequences_of
 
-# Over a run
-
 
 def step(compute_s: float, trained: int, computed: int, **more: Any) -> dict[str, Any]:
     return {"step_s": {"compute": compute_s}, "tokens_trained": trained, "tokens_computed": computed, **more}
@@ -35,9 +33,6 @@ def test_totals_of_a_checkpoint_are_those_that_were_saved() -> None:
     totals.add_step(record)
     totals.add_events(record)
     assert RunTotals.from_state(json.loads(json.dumps(asdict(totals)))) == totals
-
-
-# Phases
 
 
 def test_phases_add_up_and_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +87,6 @@ def test_what_the_device_has_not_finished_is_counted_with_the_next_step() -> Non
     assert timer.take() == {"forward_backward": 4.0}
     device.at_s = 5.0
     assert timer.take() == {"optimizer": 1.0}
-
-
-# Measured
 
 
 def test_a_step_of_the_learner_tells_its_phases_and_flops() -> None:

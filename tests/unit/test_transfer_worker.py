@@ -197,8 +197,6 @@ async def test_nccl_is_refused_by_an_engine_without_a_gpu() -> None:
             await actor.link.ask(Join(GroupSpec("127.0.0.1:1", "epoch-1", 1, 2, "nccl"), 1.0))
 
 
-# --- transfers that break and go on -------------------------------------------------------------------------------------
-
 CONTENT = MANIFEST.content(VERSION)
 TOTAL_BYTES, THREE_CHUNKS = 5 * 12_032, 12_032 + 8_192
 """A tensor takes 12,032 bytes with padding, in chunks of 8,192 and 3,840 bytes."""

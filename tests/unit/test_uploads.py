@@ -107,9 +107,6 @@ def test_a_url_that_cannot_be_is_refused_by_its_field(url: str, problem: str) ->
         recipe_from_data(data, "tiny")
 
 
-# --- of a run -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def at_its_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
