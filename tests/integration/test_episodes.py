@@ -103,12 +103,10 @@ async def test_the_same_seed_draws_the_same_and_another_one_something_else(hosti
     assert not set(drawn[0][1].split()) & set(drawn[2][1].split())  # neither Python's number nor NumPy's
 
 
-@pytest.mark.parametrize(("correct", "components"), [(True, [1.0, -0.25]), (False, [0.0, 0.75])])
-async def test_an_environment_gives_the_reward(
-    hostile: Verifier, policy: FakeEndpoint, correct: bool, components: list[float]
-) -> None:
+@pytest.mark.parametrize(("correct", "parts"), [(True, [1.0, -0.25]), (False, [0.0, 0.75])])
+async def test_environments_give_rewards(hostile: Verifier, policy: FakeEndpoint, correct: bool, parts: list[float]) -> None:
     (result,) = await run(hostile.address.grpc, episode(policy, {"correct": correct}))
-    assert dict(result.components) == dict(zip(("answer", "environment"), components, strict=True))
+    assert dict(result.components) == dict(zip(("answer", "environment"), parts, strict=True))
     assert result.reward == 0.75
 
 
@@ -544,9 +542,7 @@ async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: P
         ({"source": "tools", "path": "unused.jsonl", "tools": ["hostile_rewards:do_say_nothing"]}, "do_say_nothing does not"),
     ],
 )
-async def test_code_that_is_not_there_is_the_users_mistake(
-    tmp_path: Path, users_code: None, task: dict[str, Any], said: str
-) -> None:
+async def test_missing_code_is_the_users_mistake(tmp_path: Path, users_code: None, task: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         await served(tmp_path, recipe(task=task))
 

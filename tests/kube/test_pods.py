@@ -93,9 +93,7 @@ async def test_the_end_of_a_pod_before_anybody_watched_is_told_once(api: ApiServ
     assert told.ends[1].reason == "its pod is in phase Failed (Evicted)"
 
 
-async def test_a_watch_that_ends_lists_it_all_again(
-    api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_watch_that_ends_lists_all_again(api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture) -> None:
     for name in "abc":
         api.add_pod(name)
     async with watching(trainer) as told:

@@ -82,9 +82,7 @@ def job_ends(api: ApiServer, message: str = "") -> None:
     api.appeared = end
 
 
-async def test_a_name_is_taken_until_its_run_is_removed(
-    api: ApiServer, release: Release, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_name_stays_taken_until_removal(api: ApiServer, release: Release, capsys: pytest.CaptureFixture[str]) -> None:
     job_ends(api)
     assert await pipelinerl(*SUBMIT, "--set", "trainer.steps=7") == 0
     assert "pipelinerl submit --attach own -n train" in capsys.readouterr().out

@@ -142,9 +142,7 @@ def test_the_time_to_stop_is_shared(kind: str, left_s: float, within_s: float, e
         (0o700, {"GLOO_SOCKET_IFNAME": "eth7"}, True),
     ],
 )
-def test_compiled_code_is_kept_where_others_cannot_write(
-    mode: int, environment: dict[str, str], kept: bool, tmp_path: Path
-) -> None:
+def test_compiled_code_is_kept_where_only_we_write(mode: int, environment: dict[str, str], kept: bool, tmp_path: Path) -> None:
     folder, cache = tmp_path / "temporary", tmp_path / "cache"
     folder.mkdir()
     (cache / COMPILED).mkdir(parents=True)
@@ -187,9 +185,7 @@ def test_a_user_without_a_home_has_temporary_files_too(tmp_path: Path, monkeypat
         (8, 2, {"take_turns": True, "trainer_threads": 6, "engine_threads": 1}, ThreadPlan(trainer=6, engine=1)),
     ],
 )
-def test_trainer_and_engines_share_cores_or_take_turns(
-    cores: int, actors: int, given: dict[str, Any], plan: ThreadPlan
-) -> None:
+def test_trainer_and_engine_share_cores_or_take_turns(cores: int, actors: int, given: dict[str, Any], plan: ThreadPlan) -> None:
     assert plan_threads(cores, actors, **given) == plan
 
 

@@ -182,9 +182,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == trackers_module.log.name]
 
 
-async def test_a_hanging_tracker_is_abandoned_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_tracker_that_hangs_is_abandoned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(trackers_module, "FLUSH_STOPPED_S", 0.01)
     tracker = FakeTracker()
     tracker.go.clear()
@@ -200,9 +198,7 @@ async def test_a_hanging_tracker_is_abandoned_at_the_end(
     assert last == "tracker fake: 500 of 500 points did not reach it"
 
 
-async def test_a_slow_tracker_loses_its_oldest_points(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_slow_tracker_loses_old_points(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(trackers_module, "BACKLOG", 3)
     tracker = FakeTracker()
     tracker.go.clear()

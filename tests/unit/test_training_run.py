@@ -157,9 +157,7 @@ async def test_a_finished_trainer_answers_until_it_is_told_to_stop(tmp_path: Pat
 
 @pytest.mark.usefixtures("at_its_end")
 @pytest.mark.parametrize("lingers", [False, True])
-async def test_a_trainer_that_waits_or_lingers_ends_with_a_lost_rank(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, lingers: bool
-) -> None:
+async def test_an_idle_trainer_ends_with_a_lost_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture, lingers: bool) -> None:
     async with training_run(tmp_path, settings={"linger": lingers}) as (run, policy), asyncio.timeout(60):
         run.loop.version = policy.version = 4 if lingers else 0
         policy.num_ranks = 2
