@@ -524,10 +524,7 @@ def test_a_reward_that_is_not_finite_is_no_wrong_answer(value: float, graded: bo
 def test_a_reward_or_a_term_beyond_the_bound_fails_by_name(parts: dict[str, float], max_abs: float) -> None:
     with pytest.raises(BadReward, match=rf"one of its terms exceeds reward\.max_abs \({max_abs:g}\): answer\.a = "):
         compose(Score(sum(parts.values()), parts=parts), graded=True, max_abs=max_abs)(item("x"))
-
-
-def test_the_bound_itself_is_a_reward() -> None:
-    assert compose(Score(-1e4), graded=True)(item("x")).value == -1e4
+    assert compose(Score(-max_abs), graded=True, max_abs=max_abs)(item("x")).value == -max_abs, "the bound itself is one"
 
 
 def test_the_form_of_r1_matches_a_completion_of_several_lines() -> None:
