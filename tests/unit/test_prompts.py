@@ -259,17 +259,8 @@ TOOLS = {"source": "tools", "tools": ["examples.tools.arithmetic:add"]}
 @pytest.mark.parametrize(
     ("template", "sections", "said"),
     [
-        (NO_SYSTEM, {"task": BRIEF}, "task.system_prompt = 'Be brief.': the model's chat template takes no system message"),
-        (
-            NO_SYSTEM,
-            {"task": BRIEF},
-            '(System role not supported); set task.system_prompt: "" and put its text into task.instruction',
-        ),
-        (
-            NO_SYSTEM,
-            {"task": BRIEF | TOOLS},
-            "task.system_prompt = 'Be brief.': the model's chat template takes no system message",
-        ),
+        (NO_SYSTEM, {"task": BRIEF}, '(System role not supported); set task.system_prompt: "" and put its text into task.'),
+        (NO_SYSTEM, {"task": BRIEF | TOOLS}, "task.system_prompt = 'Be brief.': the model's chat template takes no system m"),
         (None, {}, "task.prompt_style = 'chat': this tokenizer has no chat template; use plain, or name one with model.chat_"),
         (None, {"model": {"chat_template": "{% for m in messages %}\n{{ m. }}"}}, "is not valid Jinja, line 2: "),
         (None, {"model": {"chat_template_kwargs": {"a": 1}}}, "model.chat_template_kwargs = {'a': 1}: the model has no chat"),
