@@ -47,10 +47,8 @@ def _nodes(pool: str, *gpus: int, spot: bool = False, cpus: int = 1) -> list[Nod
     """Nodes of a pool with these numbers of GPUs, tainted as is the custom, and some without."""
     taints = [{"key": key, "value": "true", "effect": "NoSchedule"} for key in (GPU, *([SPOT] if spot else []))]
     labels = {SPOT: "true"} if spot else {}
-    return [
-        *(Node(f"{pool}-{index}", {GPU: number}, taints, labels) for index, number in enumerate(gpus)),
-        *(Node(f"cpu-{index}") for index in range(cpus)),
-    ]
+    given = [Node(f"{pool}-{index}", {GPU: number}, taints, labels) for index, number in enumerate(gpus)]
+    return [*given, *(Node(f"cpu-{index}") for index in range(cpus))]
 
 
 ACTORS, TRAINER = {"replicas": 8, "gpus": 1}, {"gpus": 8, "expectedActors": 8}

@@ -98,9 +98,8 @@ def test_ways_out_are_values(component: str) -> None:
 def test_actors_alone_are_reached_by_nobody_and_reach_nats_the_hub_and_a_store() -> None:
     read = {"weights": {"backend": "log", "log": "s3://models/weights"}}
     nats = {"enabled": False, "url": "tls://nats.example.com:4222"}
-    rendered = render(
-        {"trainer": {"enabled": False}, "nats": nats, "recipe": {"set": read}, "storage": {"existingSecret": "s3"}}
-    )
+    trainer, recipe = {"enabled": False}, {"set": read}
+    rendered = render({"trainer": trainer, "nats": nats, "recipe": recipe, "storage": {"existingSecret": "s3"}})
     assert _rules(rendered, "actor", "Ingress") == [{"from": MONITORING, "ports": [{"protocol": "TCP", "port": "http"}]}]
     assert _outside(rendered, "actor") == [("0.0.0.0/0", [4222]), ("0.0.0.0/0", [443])]
     assert passes(rendered, "actor", "verifier", 50051)

@@ -23,9 +23,7 @@ def recipe_of(rendered: Rendered, folder: Path, suffix: str = "recipe") -> Recip
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_of_the_project_is_the_charts_and_loads_by_name_inline_and_for_another_model(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_recipe_of_the_project_loads_in_the_chart_by_name_inline_and_for_another_model(name: str, tmp_path: Path) -> None:
     original = ROOT / "recipes" / f"{name}.yaml"
     assert {path.stem for path in (CHART / "recipes").glob("*.yaml")} == set(NAMES), COPY
     assert (CHART / "recipes" / f"{name}.yaml").read_bytes() == original.read_bytes(), COPY
@@ -76,9 +74,8 @@ def test_what_is_set_lies_over_the_recipe_as_it_is_and_leaves_the_rest(tmp_path:
     """Helm's numbers have been through JSON and Go: a million must not become 1e+06, which is no integer. Null is a value."""
     original = load_recipe(ROOT / "recipes" / "arithmetic.yaml").model_dump()
     assert original["algorithm"]["max_lag"] is not None
-    wanted = original | {
-        section: original[section] | value if isinstance(value, dict) else value for section, value in SET.items()
-    }
+    changed = {name: original[name] | value if isinstance(value, dict) else value for name, value in SET.items()}
+    wanted = original | changed
     assert recipe_of(render({"recipe": {"name": "arithmetic", "set": SET}}), tmp_path).model_dump() == wanted
 
 

@@ -57,10 +57,9 @@ def test_kubernetes_takes_every_object(case: str, version: str) -> None:
 def test_every_object_has_a_name_of_its_own_and_carries_the_release(rendered: Rendered, case: str) -> None:
     assert len({(item["kind"], item["metadata"]["name"]) for item in rendered.objects}) == len(rendered.objects)
     wanted = {"name": "pipelinerl", "instance": CASES[case].release, "managed-by": "Helm"}
+    wanted = {f"app.kubernetes.io/{key}": value for key, value in wanted.items()}
     for item in rendered.objects:
-        assert (
-            item["metadata"]["labels"].items() >= {f"app.kubernetes.io/{key}": value for key, value in wanted.items()}.items()
-        )
+        assert item["metadata"]["labels"].items() >= wanted.items()
 
 
 @pytest.mark.parametrize("name", ["default", "cpu"])

@@ -51,9 +51,7 @@ async def upgraded(options: list[str], values: dict[str, Any] | None = None, ver
         ({"replicas": 3, "autoscaling": {"enabled": True}}, None),
     ],
 )
-async def test_how_many_pods_there_are_is_said_by_the_values_or_by_somebody_else(
-    asking: Asking, values: Any, replicas: int | None
-) -> None:
+async def test_the_number_of_pods_comes_from_the_values_or_stays(asking: Asking, values: Any, replicas: int | None) -> None:
     """Helm 3's merge leaves what no manifest names, and Helm 4's server-side apply does not own it: in upgrades and rollbacks.
     So it must not be there, and what is live must not bring it back."""
     actor = {**values, "autoscaling": {"kind": "hpa", **values["autoscaling"]}}

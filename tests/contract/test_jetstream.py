@@ -39,9 +39,6 @@ async def connected(server: NatsServer, limits: StreamLimits = LIMITS) -> AsyncI
         yield bus
 
 
-# --- connecting
-
-
 @pytest.mark.parametrize("silent", [False, True], ids=["nobody there", "no nats-server"])
 async def test_an_unreachable_server_is_named_quickly(silent: bool) -> None:
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -71,9 +68,6 @@ async def test_a_server_without_jetstream_is_named_as_such(tmp_path: Path) -> No
             pass
 
 
-# --- limits of the server
-
-
 async def test_headers_count_towards_max_payload(server: NatsServer) -> None:
     """The server would answer such a message by closing the connection."""
     async with connected(server) as bus:
@@ -99,9 +93,6 @@ async def test_limits_of_existing_streams_stay(server: NatsServer, caplog: pytes
             with pytest.raises(BusError, match="it may hold 2 messages"):
                 await other.publish_sequence(b"3", "s3")
         assert (await bus.sequences_info()).messages == 2
-
-
-# --- outages
 
 
 async def test_publishing_without_a_server_fails_in_bounded_time_and_works_again_after(server: NatsServer) -> None:
@@ -187,12 +178,7 @@ async def test_a_member_whose_end_was_not_heard_of_is_reported_all_the_same(serv
         assert last.payload == (b"again" if how == "while nobody reads" else b""), "a removal comes after what was there"
 
 
-# --- readers
-
-
-async def test_a_reader_goes_on_when_its_consumer_is_deleted_and_leaves_none_behind(
-    server: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reader_survives_the_deletion_of_its_consumer(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected(server) as bus, await nats.connect(server.url) as client:
         manager, inboxes, failures = client.jsm(), list[str](), [nats.errors.TimeoutError()]
         subscribe, add_consumer = bus.connection.subscribe, bus.connection.js.add_consumer

@@ -41,7 +41,7 @@ def records_of(run_dir: RunDir) -> list[dict[str, Any]]:
     return read_jsonl(run_dir.metrics)
 
 
-async def test_two_ranks_survive_a_fault_of_each_service_and_a_dead_rank(
+async def test_two_ranks_survive_faults_of_each_service_and_a_dead_rank(
     tmp_path: Path, tiny_model: Path, request: pytest.FixtureRequest
 ) -> None:
     seed = request.config.getoption("--fault-seed")
@@ -139,9 +139,7 @@ def caught(run_dir: RunDir) -> set[str]:
     return set(re.findall(r"actor '([^']+)' is quarantined", run_dir.log("trainer").read_text()))
 
 
-async def test_conventional_mode_freezes_the_behaviour_policy_and_a_liar_is_quarantined_and_two_ranks_stop_together(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_conventional_mode_on_two_ranks_quarantines_a_liar(tmp_path: Path, tiny_model: Path) -> None:
     changes = {
         "actor": {"count": 2},
         "algorithm": {"max_lag": None, "conventional_g": 4},
@@ -184,9 +182,7 @@ async def test_conventional_mode_freezes_the_behaviour_policy_and_a_liar_is_quar
     await stranger.done_to_a_copy(run_dir)
 
 
-async def test_in_turns_on_one_gpu_an_actor_killed_asleep_and_a_trainer_killed_in_its_turn_come_back(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_actor_and_trainer_that_share_a_gpu_in_turns_come_back_when_killed(tmp_path: Path, tiny_model: Path) -> None:
     phases = {"algorithm": {"max_lag": None, "conventional_g": 8}, "trainer": {"steps": 24}, "checkpoint": {"every_steps": 3}}
     changes = {"actor": {"count": 1, "colocate": True}, "evaluation": {"every_steps": 8}, **phases}
     recipe = write_tiny_recipe(tiny_model, tmp_path, changes, mode="conventional")

@@ -213,9 +213,8 @@ async def calm(tour: Tour) -> Calm:
 
     def later_ones() -> bool:
         calm.spans.spans = list(tour.collector.spans)
-        return any(
-            span.attributes["pipelinerl.policy.version"] > len(records) + 2 for span in calm.spans.named("weight_update")
-        )
+        updates = calm.spans.named("weight_update")
+        return any(span.attributes["pipelinerl.policy.version"] > len(records) + 2 for span in updates)
 
     def all_there() -> bool:
         """The spans of these steps have left every process, since each exports its spans in the order of their ends."""
@@ -384,9 +383,8 @@ async def test_everything_on_the_page_can_be_reached_and_named_without_a_mouse(t
         kinds, outlines = [], set()
         for _ in range(14):
             await shown.page.keyboard.press("Tab")
-            kind, outline = await shown.page.evaluate(
-                "[document.activeElement.tagName, getComputedStyle(document.activeElement).outlineStyle]"
-            )
+            focus = "[document.activeElement.tagName, getComputedStyle(document.activeElement).outlineStyle]"
+            kind, outline = await shown.page.evaluate(focus)
             kinds.append(kind.lower())
             outlines.add(outline)
         assert kinds[:9] == ["a"] * 7 + ["input", "svg"], kinds
@@ -470,9 +468,8 @@ async def trainer_killed(tour: Tour, calm: Calm) -> TrainerKilled:
         await shown.until("() => document.querySelector('[data-tile=time] .note').textContent.includes('trainer number 2')")
         await shown.version_above(version)
         await shown.until("() => document.querySelector('main').dataset.link === 'live'")
-        steps = await shown.page.evaluate(
-            "fetch('page/history').then((a) => a.json()).then((d) => d.records.map((r) => r.step))"
-        )
+        history = "fetch('page/history').then((answer) => answer.json())"
+        steps = await shown.page.evaluate(f"{history}.then((data) => data.records.map((one) => one.step))")
         after = read_address(address).http, run.pids()["trainer"]
         return TrainerKilled(said, steps, shown.problems, (before, after[0]), (pid, after[1]))
 
@@ -641,9 +638,8 @@ async def test_alerts_are_silent_in_the_healthy_part_and_see_the_faults(tour: To
 
 
 async def test_dashboards_call_actors_by_pod_or_by_instance(tour: Tour, stopped: Stopped) -> None:
-    (query,) = [
-        query for board in BOARDS for panel in board.panels if panel.title == "Stall, by actor" for query in panel.queries
-    ]
+    (stalls,) = [panel for board in BOARDS for panel in board.panels if panel.title == "Stall, by actor"]
+    (query,) = stalls.queries
     pods = found(tour, stopped, query.expr, NAMESPACE)
     assert {series["metric"]["actor"] for series in pods} == {"pipelinerl-actor-0", "pipelinerl-actor-1"}
     assert {one["metric"]["actor"] for one in found(tour, stopped, query.expr)} == {"actor-0", "actor-1"}
@@ -766,17 +762,8 @@ def answers_in_a_terminal(run_dir: Path) -> None:
         assert shown.process.wait() in (0, 130), "130 if the interrupt comes with the end of the input"
     served = pipelinerl("serve", str(run_dir), "--print", "--", "--port", "1")
     name = json.loads((run_dir / "run.json").read_text())["run"]
-    model = [
-        str(run_dir / "checkpoint"),
-        "--served-model-name",
-        name,
-        "--dtype",
-        "float32",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "1",
-    ]
+    served_by = f"--served-model-name {name} --dtype float32 --host 127.0.0.1 --port 1"
+    model = [str(run_dir / "checkpoint"), *served_by.split()]
     assert shlex.split(served.stdout)[-len(model) :] == model, served.stderr
 
 
@@ -800,10 +787,8 @@ async def test_the_notebook_in_examples_runs(tmp_path: Path) -> None:
     patience = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), RUN_TIMEOUT_S)
     await NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, **patience).async_execute()
     for cell, before in zip(shown, committed, strict=True):
-        kinds, kinds_before = (
-            [one.output_type for one in all_ if one.output_type != "stream"] for all_ in (cell.outputs, before)
-        )
-        assert kinds == kinds_before, cell.source
+        outputs = [[one.output_type for one in all_ if one.output_type != "stream"] for all_ in (cell.outputs, before)]
+        assert outputs[0] == outputs[1], cell.source
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert "def last_number" in (run_dir / "modules" / "notebook_reward.py").read_text()
     rewards = {json.loads(line)["reward"] for line in (run_dir / "samples.jsonl").read_text().splitlines()}

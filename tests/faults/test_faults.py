@@ -51,9 +51,7 @@ async def test_after_any_history_one_more_update_reaches_everybody_alive(tmp_pat
         await play(stage, random_history(seed))
 
 
-async def test_survivors_serve_the_version_and_the_broken_one_comes_back(
-    tmp_path: Path, phase: Phase, how: How, request: pytest.FixtureRequest
-) -> None:
+async def test_a_broken_actor_comes_back(tmp_path: Path, phase: Phase, how: How, request: pytest.FixtureRequest) -> None:
     replay(request.config.getoption("--first-seed"), request.config.getoption("--histories"))
     async with fault_stage(tmp_path) as stage:
         breaks = {"b": Break(phase, how, BROKEN_AT)}
@@ -73,9 +71,7 @@ async def test_survivors_serve_the_version_and_the_broken_one_comes_back(
         await stage.all_on(2, [a, back, c])
 
 
-async def test_joiners_are_brought_up_to_date_together_without_an_update_and_beside_epochs_of_the_others(
-    tmp_path: Path,
-) -> None:
+async def test_joiners_get_the_served_version_together_and_beside_epochs_of_the_others(tmp_path: Path) -> None:
     async with fault_stage(tmp_path, settings=Settings(member_ttl_s=15.0, deadline_s=60.0, stall_timeout_s=30.0)) as stage:
         (first,) = await stage.start_all("a")
         await stage.update(0)
@@ -119,9 +115,7 @@ async def three_apart(
 
 
 @pytest.mark.parametrize("phase", ["receiving", "staged", "committing", "serving"])
-async def test_a_network_cut_in_the_middle_of_an_update_does_not_hold_up_the_others(
-    tmp_path: Path, network: PrivateNetwork, phase: Phase
-) -> None:
+async def test_a_network_cut_during_an_update_stops_nobody_else(tmp_path: Path, network: PrivateNetwork, phase: Phase) -> None:
     async with three_apart(network, tmp_path, Break(phase, "freezes", 1)) as (stage, (a, b, c), place):
         await stage.offer(1)
         await b.until_broken()
@@ -144,9 +138,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(("umount", "--lazy", str(folder)), check=True)
 
 
-async def test_updates_wait_while_the_disk_of_the_streams_is_full_and_then_go_on(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_updates_wait_while_the_disk_of_the_streams_is_full(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with fault_stage(small_disk) as stage:
         a, b = await stage.start_all("a", "b")
         await stage.update(0)

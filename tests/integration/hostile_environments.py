@@ -27,10 +27,8 @@ class Hostile:
         self._row, self._left = row, int(row.get("turns", 1))
         assert os.getpid() != IMPORTED_IN, "the template runs no environment"
         self._do("in_start")
-        return [
-            {"role": "system", "content": f"seed {seed}"},
-            {"role": "user", "content": f"{random.random()} {np.random.random()}"},
-        ]
+        drawn = f"{random.random()} {np.random.random()}"
+        return [{"role": "system", "content": f"seed {seed}"}, {"role": "user", "content": drawn}]
 
     def reply(self, turn: Turn) -> Messages | str | Done:
         self._do("in_reply")

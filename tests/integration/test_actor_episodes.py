@@ -127,9 +127,7 @@ async def test_an_episode_takes_a_place_only_while_it_decodes_and_is_published_w
         await one.all_acknowledged()
 
 
-async def test_an_actor_that_is_told_to_stop_hands_its_record_over_and_the_next_samples_nothing_twice(
-    environments: Verifier,
-) -> None:
+async def test_an_actor_that_stops_hands_its_record_over_and_the_next_samples_nothing_twice(environments: Verifier) -> None:
     runner, server = episodes(environments.address.grpc), MemoryServer()
     both = stage(server=server, episodes=runner), stage(server=server, episodes=runner, serve=False)
     async with both[0] as first, both[1] as second:

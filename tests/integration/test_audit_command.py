@@ -143,9 +143,7 @@ async def test_what_does_not_add_up_exits_1(tmp_path: Path, audit: Audit) -> Non
     assert (await told(audit, folder))["ok"] is False
 
 
-async def test_only_streams_that_no_trainer_has_made_yet_may_be_missing(
-    tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_streams_of_no_trainer_may_be_missing(tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was stopped before its trainer started adds up; streams that are gone, or a server that is silent, do not."""
     run = RunDir(tmp_path, RUN)
     write_json(run.identity, {"run": RUN})

@@ -54,10 +54,8 @@ def test_compiled_layers_have_the_same_gradients_and_scoring_compiles_nothing() 
 @needs_compiler
 def test_a_loaded_policy_is_compiled_in_place(tmp_path: Path) -> None:
     model_of("qwen2-tied").save_pretrained(tmp_path)
-    plain, compiled = (
-        load_learner(make_recipe(trainer={"compile": wanted}), str(tmp_path), RankSettings()).policy.model
-        for wanted in (False, True)
-    )
+    recipes = (make_recipe(trainer={"compile": wanted}) for wanted in (False, True))
+    plain, compiled = (load_learner(one, str(tmp_path), RankSettings()).policy.model for one in recipes)
     assert (is_compiled(plain), is_compiled(compiled)) == ([False, False], [True, True])
     assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert is_compiled(copy.deepcopy(compiled)) == [False, False]

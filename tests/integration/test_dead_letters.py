@@ -68,9 +68,7 @@ def test_json_keeps_the_whole_of_it(run_dir: Path, capsys: pytest.CaptureFixture
     assert (second["msg_id"], second["prompt_group_base64"]) == ("g00000008/actor-0-1f", "//8=")
 
 
-async def test_none_is_said_so_on_a_server_elsewhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_without_dead_letters_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with NatsServer(tmp_path) as server:
         await store(server)
         arguments = ["dead-letters", "--nats", server.url, "--run", "demo"]

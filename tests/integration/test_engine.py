@@ -100,9 +100,8 @@ async def check_seeded_prompts(run: Running) -> None:
     """More of them at once than a step of the engine takes: none is taken in parts, which would end vLLM on a CPU."""
     prompts = [np.random.default_rng(number).integers(0, 256, 500, dtype=np.int32) for number in range(40)]
     sampling = SamplingParams(max_tokens=2)
-    made = await asyncio.gather(
-        *(run.engine.generate(GenerationRequest(f"p{n}", prompt, sampling, seed=n)) for n, prompt in enumerate(prompts, 1))
-    )
+    requests = (GenerationRequest(f"p{n}", prompt, sampling, seed=n) for n, prompt in enumerate(prompts, 1))
+    made = await asyncio.gather(*map(run.engine.generate, requests))
     assert all(len(one.completion_token_ids) for one in made)
     await run.engine.check_health()
 
@@ -239,9 +238,7 @@ async def check_weight_log(run: Running, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3-moe", False), ("mixtral", True)])
-async def test_a_mixture_of_experts_is_served_by_each_loader_over_several_updates(
-    kind: str, tied: bool, tmp_path: Path
-) -> None:
+async def test_each_loader_serves_a_mixture_of_experts_over_several_updates(kind: str, tied: bool, tmp_path: Path) -> None:
     adapted = {"lora": ATTENTION.model_dump()} if kind == "qwen3-moe" else {}
     async with parity.running(kind, tied, tmp_path, **adapted) as run:
         await run.assert_serves(run.model)

@@ -72,9 +72,8 @@ async def run(address: str, *requests: EpisodeRequest) -> list[VerifyResult]:
 
 async def run_few_at_once(hostile: Verifier, policy: FakeEndpoint, programs: list[str]) -> list[VerifyResult]:
     requests = [episode(policy, {"in_reply": f"run {program}"}, number) for number, program in enumerate(programs)]
-    return [
-        one for start in range(0, len(requests), 4) for one in await run(hostile.address.grpc, *requests[start : start + 4])
-    ]
+    batches = (requests[start : start + 4] for start in range(0, len(requests), 4))
+    return [one for batch in batches for one in await run(hostile.address.grpc, *batch)]
 
 
 # --- what an environment gets and gives
@@ -105,12 +104,10 @@ async def test_the_same_seed_draws_the_same_and_another_one_something_else(hosti
     assert not set(drawn[0][1].split()) & set(drawn[2][1].split())  # neither Python's number nor NumPy's
 
 
-@pytest.mark.parametrize(("correct", "components"), [(True, [1.0, -0.25]), (False, [0.0, 0.75])])
-async def test_an_environment_says_what_is_right(
-    hostile: Verifier, policy: FakeEndpoint, correct: bool, components: list[float]
-) -> None:
+@pytest.mark.parametrize(("correct", "parts"), [(True, [1.0, -0.25]), (False, [0.0, 0.75])])
+async def test_environments_give_rewards(hostile: Verifier, policy: FakeEndpoint, correct: bool, parts: list[float]) -> None:
     (result,) = await run(hostile.address.grpc, episode(policy, {"correct": correct}))
-    assert dict(result.components) == dict(zip(("answer", "environment"), components, strict=True))
+    assert dict(result.components) == dict(zip(("answer", "environment"), parts, strict=True))
     assert result.reward == 0.75
 
 
@@ -168,10 +165,8 @@ def test_an_environment_offers_functions_from_its_start_on_and_may_reuse_its_mes
 
     class Changing(Odd):
         def start(self, row: Any, seed: int) -> Any:
-            self.tools, self._message = (
-                [look, {"type": "function", "function": {"name": "go"}}],
-                {"role": "user", "content": "?"},
-            )
+            go = {"type": "function", "function": {"name": "go"}}
+            self.tools, self._message = [look, go], {"role": "user", "content": "?"}
             return [self._message]
 
         def reply(self, turn: Turn) -> Any:
@@ -197,7 +192,7 @@ async def test_a_turn_for_which_the_policy_has_no_room_is_its_fault(hostile: Ver
     assert dict(result.components) == {"answer": 0.0}
 
 
-async def test_an_actor_that_refuses_or_is_gone_is_nobodys_fault(hostile: Verifier, policy: FakeEndpoint) -> None:
+async def test_an_actor_that_refuses_or_is_gone_is_nobodys_fault(hostile: Verifier) -> None:
     with fake_endpoint(lambda _: refuses("gone", 404)) as endpoint:
         (refused,) = await run(hostile.address.grpc, episode(endpoint, {}))
     (away,) = await run(hostile.address.grpc, episode(endpoint, {}))
@@ -224,9 +219,8 @@ MISDEEDS = [
 async def test_a_misdeed_costs_its_own_episode(hostile: Verifier, policy: FakeEndpoint) -> None:
     """All at once, in the start and after a turn, with a good episode beside each."""
     rows = [{when: row[0]} for row in MISDEEDS for when in ("in_start", "in_reply")]
-    requests = [
-        episode(policy, row, 2 * number + index) for number, bad in enumerate(rows) for index, row in enumerate([bad, {}])
-    ]
+    pairs = enumerate([bad, {}] for bad in rows)
+    requests = [episode(policy, row, 2 * number + index) for number, pair in pairs for index, row in enumerate(pair)]
     results = await run(hostile.address.grpc, *requests)
     for number, (bad, good) in enumerate(zip(results[::2], results[1::2], strict=True)):
         misdeed, status, message = MISDEEDS[number // 2]
@@ -401,10 +395,8 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code:
     assert dict(result.components) == {"answer": 1.0, "overlong": pytest.approx(-0.5 * (9 - 2) / 8)}
     assert dict(result.metrics) == {"tool_errors": 1.0 if confinement_missing() else 2.0}  # divide and run
     first, last = endpoint.requests[0], endpoint.requests[-1]
-    assert first["messages"] == [
-        {"role": "system", "content": "You have tools."},
-        {"role": "user", "content": "6 * 7?\nWrite # before the answer."},
-    ]
+    asked = [(message["role"], message["content"]) for message in first["messages"]]
+    assert asked == [("system", "You have tools."), ("user", "6 * 7?\nWrite # before the answer.")]
     assert [tool["function"]["name"] for tool in first["tools"]] == ["multiply", "divide", "repeat", "table", "run"]
     answers = [message for message in last["messages"] if message["role"] == "tool"]
     assert {message["tool_call_id"] for message in answers} == {"call-1"}
@@ -448,9 +440,8 @@ async def test_an_agent_runs_in_a_sandbox_where_the_recipe_says_so(tmp_path: Pat
     task = {"source": "agent", "name": "asking", "path": "unused.jsonl", "episode_timeout_s": START_S}
     task["command"] = f"{sys.executable} {tmp_path}/agent/main.py"
     row = {"question": "half?", "sleep": str(tmp_path / "pids")}
-    asked = [
-        episode(policy, one, number, answer="0.5", task="asking") for number, one in enumerate(({"question": "half?"}, row))
-    ]
+    rows = ({"question": "half?"}, row)
+    asked = [episode(policy, one, number, answer="0.5", task="asking") for number, one in enumerate(rows)]
     results = await served(tmp_path, recipe(task=task, reward={"sandbox": True}), *asked)
     assert [(status_name(result.status), result.reward) for result in results] == [("ok", 1.0), ("crashed", 0.0)]
     assert not (tmp_path / "pids").exists()
@@ -458,17 +449,11 @@ async def test_an_agent_runs_in_a_sandbox_where_the_recipe_says_so(tmp_path: Pat
 
 async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, policy: FakeEndpoint) -> None:
     (tmp_path / "my agent.py").write_text(AGENT)
-    task = {
-        "source": "agent",
-        "name": "asking",
-        "path": "unused.jsonl",
-        "command": f"python '{tmp_path}/my agent.py'",
-        "episode_timeout_s": 12.0,
-    }
+    task = {"source": "agent", "name": "asking", "path": "unused.jsonl", "episode_timeout_s": 12.0}
+    task["command"] = f"python '{tmp_path}/my agent.py'"
     rows = [{}, {"exit": 3}, {"print": 2**21}, {"sleep": str(tmp_path / "pids")}]
-    requests = [
-        episode(policy, {"question": "half?"} | row, number, answer="0.5", task="asking") for number, row in enumerate(rows)
-    ]
+    asked = enumerate({"question": "half?"} | row for row in rows)
+    requests = [episode(policy, row, number, answer="0.5", task="asking") for number, row in asked]
     results = await served(tmp_path, recipe(task=task), *requests)
     assert [status_name(result.status) for result in results] == ["ok", "crashed", "crashed", "timeout"]
     assert (results[0].reward, results[0].answer) == (1.0, "0.5\n")
@@ -511,9 +496,8 @@ async def test_a_judge_scores_the_answers_of_tools_and_agents(
                 (unasked,) = await client.verify([VerifyItem(sequence_id="t.1", task="sums", reference_json="{}")])
             policy.answer = lambda _: says("1")
             judging.slow.clear()
-            late = asyncio.create_task(
-                run(address.grpc, *(episode(policy, row, n, task="sums", **about | {"prompt_text": str(n)}) for n in (5, 6)))
-            )
+            named = [episode(policy, row, n, task="sums", **about | {"prompt_text": str(n)}) for n in (5, 6)]
+            late = asyncio.create_task(run(address.grpc, *named))
             await until(lambda: "and max_queue = 1" in caplog.text or late.done())
             judging.slow.set()
             waited = [(status_name(one.status), one.reward) for one in await late]
@@ -559,15 +543,10 @@ async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: P
     ("task", "said"),
     [
         ({"name": "hostile_environments:Hostil"}, "did you mean Hostile?"),
-        (
-            {"source": "tools", "path": "unused.jsonl", "tools": ["hostile_rewards:do_say_nothing"]},
-            "do_say_nothing does not exist in hostile_rewards",
-        ),
+        ({"source": "tools", "path": "unused.jsonl", "tools": ["hostile_rewards:do_say_nothing"]}, "do_say_nothing does not"),
     ],
 )
-async def test_code_that_is_not_there_is_the_users_mistake(
-    tmp_path: Path, users_code: None, task: dict[str, Any], said: str
-) -> None:
+async def test_missing_code_is_the_users_mistake(tmp_path: Path, users_code: None, task: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         await served(tmp_path, recipe(task=task))
 

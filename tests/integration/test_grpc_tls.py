@@ -71,9 +71,7 @@ async def test_who_is_reached_by_address_may_be_expected_under_a_name(files: Cal
 
 
 @pytest.mark.parametrize(("name", "reached"), [("t-0.t", True), ("*.t", False), ("*.t.namespace", False)])
-async def test_a_pods_name_needs_to_stand_in_the_certificate_in_full(
-    files: Callable[..., Path], name: str, reached: bool
-) -> None:
+async def test_a_pods_full_name_is_in_the_certificate(files: Callable[..., Path], name: str, reached: bool) -> None:
     """gRPC takes a wildcard over a name without a dot for none."""
     async with serving(files("server", name)) as port, name_server(HOST) as (_, dns_port):
         target, client_files = f"dns://{HOST}:{dns_port}/t-0.t:{port}", files("client", "caller")
@@ -97,7 +95,7 @@ async def test_refusals_say_why(files: Callable[..., Path]) -> None:
         assert await health_of(open_channel(f"{HOST}:{port}", client_files)) == 1
 
 
-async def test_a_caller_of_another_ca_is_refused(files: Callable[..., Path], authority: Authority) -> None:
+async def test_a_caller_of_another_ca_is_refused(files: Callable[..., Path]) -> None:
     """It trusts the server, which does not trust it. The server closes the connection without a reason."""
     async with serving(files("server", HOST)) as port:
         stranger = Authority("another").issue(files("stranger", "x"), "caller")

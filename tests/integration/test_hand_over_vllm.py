@@ -54,9 +54,8 @@ async def lone_actor(log: Path, settings: dict[str, object], **options: object) 
     environment = os.environ | {f"PIPELINERL_{name.upper()}": str(value) for name, value in settings.items()}
     command = guarded([sys.executable, "-m", "tests.support.lone_actor", json.dumps(options)])
     with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *command, env=environment, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
-        )
+        options = {"stdout": output, "stderr": output, "start_new_session": True}
+        process = await asyncio.create_subprocess_exec(*command, env=environment, cwd=ROOT, **options)
     try:
         yield process
     finally:

@@ -96,10 +96,10 @@ def test_a_set_of_the_hub_is_read_by_name_and_what_is_not_there_is_named(tmp_pat
     assert whole == [50, "What is 0 + 1?", "It is <<0+1=1>>.\n#### 1", "row 1 of /main/train"]
     assert test == [20, "What is 0 + 1?", "1", "row 1 of /main/test"]
     assert few[:2] == [5, r"Problem: What is 0 + 1? \boxed{} {question}"]
-    assert missing == [
+    assert (missing[0], missing[1].partition(", or")[0]) == (
         "FieldError",
-        "task.path = 'openai/none': the hub has no such data set, or hides it from this token (HF_TOKEN)",
-    ]
+        "task.path = 'openai/none': the hub has no such data set",
+    )
     assert split[1].startswith("task.split = 'dev': openai/gsm8k has no such split")
     assert "'train', 'test'" in split[1]
     assert subset[1].startswith("task.config = 'other': openai/gsm8k cannot be read with this configuration")
@@ -113,9 +113,7 @@ def test_a_set_of_the_hub_is_read_by_name_and_what_is_not_there_is_named(tmp_pat
     kept, absent, same, other, first = loaded(away, tmp_path, HF_ENDPOINT=endpoint)
     assert kept == same == whole, "of the cache: the hub is away"
     assert (other[0], absent[0]) == ("Lacking", "Lacking")
-    assert other[1].startswith(
-        "task.revision = 'v2': the hub cannot be reached from here, and the cache of this machine holds "
-    )
+    assert other[1].startswith("task.revision = 'v2': the hub cannot be reached from here, and the cache of this machine holds")
     assert first == [3, *whole[1:]]
     assert "the hub cannot be reached from here" in absent[1]
 

@@ -34,9 +34,8 @@ def update_in_place(folder: Path) -> None:
 def config_of(folder: Path):
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(
-        model=str(folder), dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=256
-    ).create_engine_config()
+    size = {"skip_tokenizer_init": True, "max_model_len": 256}
+    return EngineArgs(model=str(folder), dtype="float32", enforce_eager=True, **size).create_engine_config()
 
 
 def model_of(config):

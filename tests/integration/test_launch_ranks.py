@@ -100,9 +100,7 @@ def test_the_ranks_of_one_node_listen_on_loopback_only_and_meet_in_a_folder_that
     assert not list(tmp_path.glob("prl-*"))
 
 
-def test_each_node_has_its_rank_and_both_meet_again_in_the_same_place_when_one_is_lost(
-    start_agent: Agents, tmp_path: Path
-) -> None:
+def test_two_nodes_meet_again_in_the_same_place_when_one_is_lost(start_agent: Agents, tmp_path: Path) -> None:
     rendezvous = f"127.0.0.1:{free_port()}"
 
     def start(node: int) -> subprocess.Popen[str]:
@@ -134,9 +132,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(start_agent: Agents
 
 
 @pytest.mark.parametrize(("number", "code", "within_s"), [(signal.SIGTERM, 0, 0.0), (signal.SIGKILL, -signal.SIGKILL, WAIT_S)])
-def test_ranks_do_not_outlive_an_agent_that_is_stopped_or_killed(
-    start_agent: Agents, number: int, code: int, within_s: float
-) -> None:
+def test_ranks_do_not_outlive_their_agent(start_agent: Agents, number: int, code: int, within_s: float) -> None:
     agent = start_agent(WAITS, 2)
     pids = [int(agent.stdout.readline().split()[1]) for _ in range(2)]
     agent.send_signal(number)

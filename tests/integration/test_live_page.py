@@ -38,9 +38,8 @@ async def shown(board: PageBoard, *samples: dict[str, Any]) -> AsyncIterator[tup
 
 
 async def until_step(page: Any, step: int) -> None:
-    await page.wait_for_function(
-        "(step) => document.querySelector('[data-tile=reward] .note')?.textContent.startsWith(`step ${step};`)", arg=step
-    )
+    note = "document.querySelector('[data-tile=reward] .note')"
+    await page.wait_for_function(f"(step) => {note}?.textContent.startsWith(`step ${{step}};`)", arg=step)
 
 
 async def test_a_tab_that_nobody_looks_at_asks_for_nothing_and_catches_up() -> None:
@@ -96,14 +95,11 @@ async def test_an_episode_is_shown_turn_by_turn_with_what_it_observed_in_grey() 
             "Branch 2 of 2: context of its first turn",
         ]
         assert await episode.locator(".text.observed").nth(1).text_content() == "<|end|><|tool|>4<b>"
-        said = [
-            [await one.get_attribute("data-role"), await one.text_content()] for one in await episode.locator(".message").all()
-        ]
+        messages = await episode.locator(".message").all()
+        said = [[await one.get_attribute("data-role"), await one.text_content()] for one in messages]
         assert said == [["system", "<|system|>Add."], ["user", "<|user|>2 + 2?<|assistant|>"]]
-        assert [await one.get_attribute("class") for one in await episode.locator(".token").all()] == [
-            "token v0 change",
-            "token v1 change far",
-        ]
+        looks = [await one.get_attribute("class") for one in await episode.locator(".token").all()]
+        assert looks == ["token v0 change", "token v1 change far"]
         sampled_by = page.locator(".samples tr:has(.episode) .versions").first
         assert (await sampled_by.inner_text()).split("\n") == ["v6: 1 token, lag 1", "v7: 3 tokens"]
 
@@ -137,10 +133,8 @@ async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how
         await until_step(page, 4)
         assert "stockpile" not in await busy.inner_text()
         assert "predicted max 2; bound 1 is too small for that: generation is throttled" in await lag.inner_text()
-        assert (await page.locator("[data-tile=parity].warn").inner_text()).split("\n")[1:] == [
-            "0.25",
-            "2 PROBES FAILED: actors serve another policy",
-        ]
+        parity = await page.locator("[data-tile=parity].warn").inner_text()
+        assert parity.split("\n")[1:] == ["0.25", "2 PROBES FAILED: actors serve another policy"]
         chart = "figure:has(.title:text-is('{}'))"
         legend = page.locator(f"{chart.format('Train reward')} .legend")
         assert [name in await legend.inner_text() for name in ("sums", "words")] == [True, True]

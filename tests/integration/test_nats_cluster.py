@@ -56,9 +56,7 @@ async def read(entries: AsyncIterator[LogEntry], count: int) -> list[bytes]:
     return [(await anext(entries)).payload for _ in range(count)]
 
 
-async def test_a_cluster_that_never_finds_together_is_an_error_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cluster_that_never_forms_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jetstream, "CREATE_WITHIN_S", 0.5)
     with servers(tmp_path)[0] as alone, pytest.raises(BusError, match=r"looking at|creating"):
         async with connected([alone]) as bus, asyncio.timeout(SOON_S):
@@ -122,9 +120,8 @@ async def _all_current(bus: Bus) -> None:
 
 
 def test_the_trainers_settings_reach_the_streams(tmp_path: Path) -> None:
-    settings = TrainerSettings(
-        run=RUN, recipe=tmp_path, instance="trainer", run_dir=tmp_path, stream_replicas=3, sequences_max_gib=1.5
-    )
+    given = {"run": RUN, "recipe": tmp_path, "instance": "trainer", "run_dir": tmp_path}
+    settings = TrainerSettings(**given, stream_replicas=3, sequences_max_gib=1.5)
     limits = stream_limits(settings.model_copy(update={"weights_max_gib": 0.5}))
     assert (limits.replicas, limits.sequences_max_bytes, limits.weights_max_bytes) == (3, 1_610_612_736, 536_870_912)
     check_log_size(0.5, 536_870_912 // 3)

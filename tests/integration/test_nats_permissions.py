@@ -281,12 +281,7 @@ async def test_runs_that_share_a_server_cannot_touch_each_other(tmp_path: Path) 
         assert [any(subject.lower() in error.lower() for error in errors) for subject in overheard] == [True] * 3
 
 
-# --- passwords
-
-
-async def test_a_wrong_password_is_refused_at_once_and_shown_nowhere(
-    server: NatsServer, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_wrong_password_is_refused_unshown(server: NatsServer, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     wrong = folder / "wrong"
     wrong.write_text("actor:guessed-secret")

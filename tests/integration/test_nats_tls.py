@@ -128,9 +128,7 @@ async def test_files_that_cannot_be_used_are_named(tmp_path: Path, authority: Au
             pass
 
 
-async def test_a_reconnection_uses_the_renewed_files(
-    tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_reconnection_reads_new_files(tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
     """The server gets a certificate of another CA, and asks for one of that CA. Half-renewed files and a stranger's greetings
     on its port do no harm meanwhile."""
     caplog.set_level(logging.INFO)

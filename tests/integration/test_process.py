@@ -90,9 +90,7 @@ async def test_a_command_that_cannot_be_executed_is_named(tmp_path: Path) -> Non
         await ServiceProcess.start(launch("x" * 300_000))
 
 
-async def test_a_kernel_that_takes_its_time_with_the_dead_does_not_fail_a_stop(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_kernel_does_not_fail_a_stop(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     process = await start(SERVICE)
     await process.address(timeout_s=60)
 

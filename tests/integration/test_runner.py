@@ -278,9 +278,8 @@ async def test_a_run_ends_in_order_before_its_disk_is_full(tmp_path: Path) -> No
         await run.until_step(5)
         run.local.reserve_bytes = 10**18
         ending = await task
-    assert re.search(
-        r"MB free, but the run needs 1,000,000,000,000 MB for a checkpoint and a reserve, so it ends now", str(ending.error)
-    )
+    said = "MB free, but the run needs 1,000,000,000,000 MB for a checkpoint and a reserve, so it ends now"
+    assert said in str(ending.error)
     assert (ending.exit_code, dict(ending.restarts)) == (1, {})
     assert json.loads(run.dir.summary.read_text())["interrupted"], "the trainer was told to stop, and wrote what it had"
 
@@ -317,9 +316,8 @@ async def test_a_nats_server_that_does_not_stay_ends_the_run_and_is_named(tmp_pa
 def test_what_is_still_starting_is_no_target(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", recipe(), {})
     write_json(run.dir.address("actor-1"), {"grpc": "127.0.0.1:1", "http": "127.0.0.1:2", "pid": 3})
-    assert targets_of(run.dir, ["actor-0", "actor-1"]) == [
-        {"targets": ["127.0.0.1:2"], "labels": {"service": "actor", "instance": "actor-1"}}
-    ]
+    labels = {"service": "actor", "instance": "actor-1"}
+    assert targets_of(run.dir, ["actor-0", "actor-1"]) == [{"targets": ["127.0.0.1:2"], "labels": labels}]
 
 
 # The initial model
@@ -416,9 +414,7 @@ def alive(pids: Mapping[str, int]) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("number", "group", "deaf"), [(signal.SIGINT, True, {}), (signal.SIGTERM, False, {}), (signal.SIGINT, False, DEAF)]
 )
-async def test_an_interrupt_stops_everything_in_time_and_completes_the_folder(
-    tmp_path: Path, number: signal.Signals, group: bool, deaf: dict[str, str]
-) -> None:
+async def test_an_interrupt_stops_everything(tmp_path: Path, number: signal.Signals, group: bool, deaf: dict[str, str]) -> None:
     """`group`: as the terminal does: the whole foreground group gets it, and the services must not."""
     folder = tmp_path / "run"
     async with runner_process(folder, 3.0 if deaf else 60.0, **deaf) as process:
@@ -481,9 +477,7 @@ async def test_a_trainer_that_hangs_does_not_hold_the_stop(tmp_path: Path) -> No
     assert re.search(r"the trainer has not answered and has written nothing for \d+s: it hangs", run.printed.getvalue())
 
 
-async def test_a_disk_that_fills_before_the_first_step_is_told_and_ends_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_disk_that_fills_before_the_first_step_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path / "run", recipe(), {})
     for file in (run.dir.pids, run.dir.summary):
         file.with_name(f".{file.name}.{os.getpid()}").symlink_to("/dev/full")
@@ -515,9 +509,7 @@ async def test_actors_are_added_and_taken_away_while_the_run_goes_on(tmp_path: P
         assert run.printed.getvalue().count("Ctrl-C again to kill at once") == 1
 
 
-async def test_scaling_down_takes_an_actor_that_is_given_up_and_leaves_the_one_that_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_scaling_down_takes_the_actor_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until nobody reads its output any more; not at the terminal's end, under nohup."""
 
     def unread(text: str) -> None:

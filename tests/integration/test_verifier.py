@@ -41,9 +41,6 @@ ENDLESS = ("sleep", "hang_in_c", "backtrack", "flood", "leave_children_and_hang"
 """Misdeeds that only the reward's time limit may end. All others have so much time that a busy machine does not fail them."""
 
 
-# --- a verifier process
-
-
 def recipe(**reward: Any) -> dict[str, Any]:
     file = {"source": "jsonl", "path": "unused.jsonl"}
     exact, further = (
@@ -86,9 +83,6 @@ async def outcomes(running: Verifier, completions: Sequence[str], task: str = ""
         return await client.verify(items(completions, task))
 
 
-# --- another model's judgement
-
-
 def test_a_judge_scores_and_no_worker_has_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
     with endpoint("Fine. SCORE: 7", (401, "who are sk-very-secret?")) as server:
@@ -112,9 +106,6 @@ def test_a_judge_scores_and_no_worker_has_its_key(tmp_path: Path, monkeypatch: p
     assert workers
     assert not any(b"sk-very-secret" in environment for environment in workers)
     assert "sk-very-secret" not in log
-
-
-# --- a sandbox
 
 
 @pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
@@ -184,10 +175,8 @@ async def test_honest_programs_are_scored_among_hostile_ones(tmp_path: Path, num
     with surroundings_in(tmp_path) as surroundings, verifier(folder, data) as running:
         running.wait_until_serving()
         attempts = [*(surroundings.filled(each, running.process.pid) for each in ESCAPES.values()), *HOGS.values()]
-        asked = [
-            VerifyItem(sequence_id=f"g.{index}", task=TASK, reference_json=json.dumps({"row": {"tests": tests}}))
-            for index in range(number)
-        ]
+        reference = json.dumps({"row": {"tests": tests}})
+        asked = [VerifyItem(sequence_id=f"g.{index}", task=TASK, reference_json=reference) for index in range(number)]
         for index, item in enumerate(asked):
             item.completion_text = drawn.choice(attempts) if index % 4 else "print('right')"
             item.task = TASK if index % 4 else PATIENT
@@ -229,11 +218,9 @@ async def test_a_misdeed_costs_its_own_item(hostile: Verifier) -> None:
     for guilty, (misdeed, status, message) in zip(scored[: 2 * len(MISDEEDS) : 2], MISDEEDS, strict=True):
         assert (status_name(guilty.status), guilty.reward) == (status, 0.0), misdeed
         assert message in guilty.message
-    good = [("ok", float(index)) for index in (*range(len(MISDEEDS)), 1.0, 0.5, 1.0)]
-    assert [
-        (status_name(outcome.status), outcome.reward)
-        for outcome in [*scored[1 : 2 * len(MISDEEDS) : 2], *scored[2 * len(MISDEEDS) :]]
-    ] == good
+    others = [*scored[1 : 2 * len(MISDEEDS) : 2], *scored[2 * len(MISDEEDS) :]]
+    values = [float(index) for index in (*range(len(MISDEEDS)), 1.0, 0.5, 1.0)]
+    assert [(status_name(one.status), one.reward) for one in others] == [("ok", value) for value in values]
 
 
 async def test_processes_a_reward_started_end_with_its_item(hostile: Verifier, tmp_path: Path) -> None:
@@ -270,9 +257,8 @@ async def test_a_slow_item_does_not_hold_up_another_batch(tmp_path: Path, users_
         assert not slow.done()
         (tmp_path / "scored").touch()
         assert (await slow)[0].status == VERIFY_STATUS_OK
-    assert [[outcome.reward for outcome in batch] for batch in scored] == [
-        [100.0 * batch + index for index in range(20)] for batch in range(5)
-    ]
+    rewards = [[outcome.reward for outcome in batch] for batch in scored]
+    assert rewards == [[100.0 * batch + index for index in range(20)] for batch in range(5)]
 
 
 async def test_a_reward_reaches_nothing_of_the_verifiers(hostile: Verifier) -> None:
@@ -358,9 +344,7 @@ async def test_a_verifier_with_certificates_answers_those_who_show_one_and_ends_
         assert all(ends_within(worker, 0.0) for worker in workers)
 
 
-async def test_a_full_queue_refuses_and_a_caller_that_leaves_takes_its_items_along(
-    tmp_path: Path, users_rewards: None, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_full_queue_refuses_more_items(tmp_path: Path, users_rewards: None, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(tmp_path, recipe(timeout_s=START_S), max_queue=4) as address, VerifierClient(address.grpc) as client:
         with pytest.raises(ServiceError, match="INVALID_ARGUMENT: items = 5: max_queue is 4"):
             await client.verify(items(["say 1"] * 5))
@@ -436,9 +420,7 @@ REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grp
         ([grpc.StatusCode.INTERNAL] * 5, 3, True),
     ],
 )
-async def test_a_verifier_that_is_busy_or_leaving_is_asked_until_it_answers_and_a_refusal_is_an_error(
-    script: list[Any], tries: int, refused: bool
-) -> None:
+async def test_a_busy_or_leaving_verifier_is_asked_until_it_answers(script: list[Any], tries: int, refused: bool) -> None:
     servicer, failed = ScriptedVerifier(*script), list[str]()
     async with scripted(servicer) as port, client_of(port, on_failed_try=failed.append) as client:
         if refused:
@@ -462,9 +444,8 @@ async def test_a_verifier_that_is_late_gets_twice_as_long_each_time(monkeypatch:
 
 
 def response(*results: tuple[str, int, float]) -> verifier_pb2.VerifyResponse:
-    return verifier_pb2.VerifyResponse(
-        results=[verifier_pb2.VerifyResult(sequence_id=name, status=code, reward=value) for name, code, value in results]
-    )
+    given = [VerifyResult(sequence_id=name, status=code, reward=value) for name, code, value in results]
+    return verifier_pb2.VerifyResponse(results=given)
 
 
 @pytest.mark.parametrize(

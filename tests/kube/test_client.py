@@ -12,9 +12,7 @@ from tests.kube.api_server import NAMESPACE, SELECTOR, ApiServer, kube_client
 from tests.support.certificates import Authority
 
 
-async def test_the_trainer_may_do_what_it_calls_and_another_token_nothing(
-    api: ApiServer, actor: KubeClient, trainer: KubeClient
-) -> None:
+async def test_the_trainer_has_the_rights_that_it_needs(api: ApiServer, actor: KubeClient, trainer: KubeClient) -> None:
     """Its rights are the exported permissions."""
     api.add_pod("a")
     version = (await trainer.call(LIST_PODS, label_selector=SELECTOR))["metadata"]["resourceVersion"]
@@ -38,9 +36,7 @@ async def test_a_token_that_is_no_longer_accepted_is_read_again_at_once(api: Api
         assert api.refused == [401, 401, 401]
 
 
-async def test_a_token_is_read_again_after_a_minute(
-    api: ApiServer, account: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_token_is_read_again(api: ApiServer, account: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     class InAMinute(datetime):
         @classmethod
         def now(cls, tz: tzinfo | None = None) -> datetime:
@@ -76,7 +72,7 @@ async def test_without_a_service_account_the_error_says_what_is_missing(api: Api
         await KubeClient(NAMESPACE, tmp_path).items(LIST_PODS, SELECTOR)
 
 
-async def test_another_ca_is_not_trusted(api: ApiServer, account: Callable[[str], Path], tmp_path: Path) -> None:
+async def test_another_ca_is_not_trusted(api: ApiServer, account: Callable[[str], Path]) -> None:
     folder = account("trainer-token")
     Authority("another CA").write_ca(folder)
     async with kube_client(folder) as client:

@@ -142,9 +142,8 @@ async def test_a_run_that_its_settings_make_fail_is_told_apart(api: ApiServer, a
     """What may heal when the trainer starts again is no failure of the run."""
     api.rights["trainer-token"] = TRAINER | {*COMPLETION["release"]}
     api.configs = {"rl-run": {"phase": "Running"}}
-    settings = TrainerSettings.model_construct(
-        run=RUN, release="rl", pod_namespace=NAMESPACE, service_account_dir=account("trainer-token")
-    )
+    pod = {"pod_namespace": NAMESPACE, "service_account_dir": account("trainer-token")}
+    settings = TrainerSettings.model_construct(run=RUN, release="rl", **pod)
     with pytest.raises(OSError, match="disk"):
         async with completion.failure_told(settings):
             raise OSError("disk")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.light_members import Break, LightMember
+from benchmarks.light_members import LightMember
 from pipelinerl.kube.client import TRAINER
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.run import watch_actor_pods
@@ -47,13 +47,11 @@ async def watched_stage(folder: Path, account: Account, api: ApiServer) -> Async
                 await watching
 
 
-async def served_by(
-    stage: FaultStage, api: ApiServer, *names: str, breaks: dict[str, Break] | None = None
-) -> list[LightMember]:
+async def served_by(stage: FaultStage, api: ApiServer, *names: str) -> list[LightMember]:
     """Actors in pods, all serving version 0."""
     for name in names:
         api.add_pod(name)
-    started = await stage.start_all(*names, breaks=breaks, pods=True)
+    started = await stage.start_all(*names, pods=True)
     await api.watched()
     await stage.update(0)
     return started
@@ -63,9 +61,7 @@ def told(stage: FaultStage, actor: str) -> list[str]:
     return [change.kind for change in stage.history.changes if change.member.actor == actor]
 
 
-async def test_a_deleted_pods_actor_leaves_at_once_and_its_successor_joins(
-    tmp_path: Path, account: Account, api: ApiServer
-) -> None:
+async def test_the_successor_of_a_deleted_pods_actor_joins(tmp_path: Path, account: Account, api: ApiServer) -> None:
     async with watched_stage(tmp_path, account, api) as stage:
         a, b = await served_by(stage, api, "a", "b")
         api.terminate("b")

@@ -14,7 +14,6 @@ from pipelinerl.kube.client import LIST_PODS, TRAINER, WATCH_PODS, KubeClient, P
 from pipelinerl.service.retry import Backoff
 from tests.kube.api_server import SELECTOR, SOON_S, ApiServer, line, status
 
-SHORT = Backoff(first_s=0.01, most_s=0.05)
 DELETING, DELETED = "its pod is being deleted", "its pod was deleted"
 UNSEEN = "its pod was deleted, or relabelled"
 
@@ -38,11 +37,11 @@ class Told:
 
 
 @asynccontextmanager
-async def watching(client: KubeClient, backoff: Backoff = SHORT) -> AsyncIterator[Told]:
+async def watching(client: KubeClient) -> AsyncIterator[Told]:
     told = Told()
     task = asyncio.create_task(PodWatch(client, SELECTOR, told.hear, without="only heartbeats tell").run())
     try:
-        with patch.object(kube_client, "BACKOFF", backoff):
+        with patch.object(kube_client, "BACKOFF", Backoff(first_s=0.01, most_s=0.05)):
             yield told
             assert not task.done()
     finally:
@@ -77,9 +76,7 @@ async def test_a_deleted_pod_is_told_when_it_is_told_to_end_and_when_it_is_gone(
     ]
 
 
-async def test_a_pod_that_has_ended_or_was_ending_before_anybody_watched_is_told_once(
-    api: ApiServer, trainer: KubeClient
-) -> None:
+async def test_the_end_of_a_pod_before_anybody_watched_is_told_once(api: ApiServer, trainer: KubeClient) -> None:
     for name in "abcd":
         api.add_pod(name)
     api.terminate("a")
@@ -96,9 +93,7 @@ async def test_a_pod_that_has_ended_or_was_ending_before_anybody_watched_is_told
     assert told.ends[1].reason == "its pod is in phase Failed (Evicted)"
 
 
-async def test_a_watch_that_ends_or_breaks_lists_again_and_finds_what_it_missed(
-    api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_watch_that_ends_lists_all_again(api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture) -> None:
     for name in "abc":
         api.add_pod(name)
     async with watching(trainer) as told:
@@ -124,9 +119,7 @@ async def test_a_watch_that_ends_or_breaks_lists_again_and_finds_what_it_missed(
     assert [end.reason for end in told.ends] == [UNSEEN, DELETING, DELETED, DELETING]
 
 
-async def test_an_api_that_is_away_is_waited_for_and_each_reason_told_of_once(
-    api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unreachable_api_is_waited_for(api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     await api.stop()
     api.rights["trainer-token"] = frozenset()
@@ -150,7 +143,7 @@ async def test_an_api_that_is_away_is_waited_for_and_each_reason_told_of_once(
 
 
 @pytest.mark.parametrize(("missing", "asked"), [(LIST_PODS, "list"), (WATCH_PODS, "watch")])
-async def test_a_right_that_is_missing_is_named_once_and_tried_again_rarely(
+async def test_a_missing_right_is_named_once_and_tried_again_rarely(
     api: ApiServer, trainer: KubeClient, caplog: pytest.LogCaptureFixture, missing: object, asked: str
 ) -> None:
     api.rights["trainer-token"] = TRAINER - {missing}

@@ -64,10 +64,6 @@ def pod(name: str, component: str, **status: Any) -> Object:
     return {"kind": "Pod", "metadata": {"name": name, "uid": name, "labels": labels}, "spec": {}, "status": status}
 
 
-def add(api: ApiServer, item: Object) -> None:
-    api.put(item)
-
-
 READY = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
 
 
@@ -80,15 +76,13 @@ def job_ends(api: ApiServer, message: str = "") -> None:
             if message:
                 ended = {"terminated": {"exitCode": 2, "message": message}}
                 one = pod("own-validation-x", "validation", phase="Failed", containerStatuses=[{"state": ended}])
-                add(api, one | {"metadata": item["spec"]["template"]["metadata"] | {"name": "own-validation-x", "uid": "x"}})
+                api.put(one | {"metadata": item["spec"]["template"]["metadata"] | {"name": "own-validation-x", "uid": "x"}})
             asyncio.get_running_loop().call_later(0.1, api.notify, "MODIFIED", item)
 
     api.appeared = end
 
 
-async def test_a_run_is_installed_once_and_its_name_is_taken_until_all_of_it_is_removed(
-    api: ApiServer, release: Release, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_name_stays_taken_until_removal(api: ApiServer, release: Release, capsys: pytest.CaptureFixture[str]) -> None:
     job_ends(api)
     assert await pipelinerl(*SUBMIT, "--set", "trainer.steps=7") == 0
     assert "pipelinerl submit --attach own -n train" in capsys.readouterr().out
@@ -120,9 +114,7 @@ async def test_a_run_is_installed_once_and_its_name_is_taken_until_all_of_it_is_
     assert "the release other has a run of this name" in capsys.readouterr().err
 
 
-async def test_a_recipe_that_the_job_refuses_is_told_with_its_reason_and_leaves_nothing(
-    api: ApiServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_recipe_that_the_job_refuses_is_uninstalled(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     job_ends(api, "trainer.batch_size = 7: \x1b[31mno")
     assert await pipelinerl(*SUBMIT) == 2
     said = capsys.readouterr()
@@ -255,12 +247,12 @@ async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_ne
     no_node = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
     async with trainer_served(monkeypatch, tls_dir) as trainer:
         publish(api, steps="4")
-        add(api, pod("own-pipelinerl-trainer-0", "trainer", phase="Pending", conditions=[no_node]))
+        api.put(pod("own-pipelinerl-trainer-0", "trainer", phase="Pending", conditions=[no_node]))
         watching = asyncio.create_task(watch(release))
         await until(lambda: state.phase == "trainer-0: Pending: 0/3 nodes are available", watching)
         trainer.taken = [1, 2]
         trainer_pod["status"]["podIP"] = "127.0.0.1"
-        add(api, trainer_pod)
+        api.put(trainer_pod)
         await until(lambda: state.step == 2, watching)
         api.drop_sockets()
         trainer.taken = [1, 2, 3]
@@ -269,7 +261,7 @@ async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_ne
         await until(lambda: "waiting for the Kubernetes API" in state.phase, watching)
         await api.start("127.0.0.1", api.port)
         trainer.incarnation, trainer.version, trainer.taken = 2, 1, [1]
-        add(api, trainer_pod | {"metadata": trainer_pod["metadata"] | {"uid": "another"}})
+        api.put(trainer_pod | {"metadata": trainer_pod["metadata"] | {"uid": "another"}})
         await until(lambda: state.step == 1, watching)  # a restart undid steps
         trainer.taken = [1, 2, 3, 4]
         await until(lambda: state.step == 4, watching)
@@ -304,7 +296,7 @@ async def test_a_right_that_is_missing_is_named(
 ) -> None:
     api.withheld = {withheld}
     publish(api, steps="4", phase="Running")
-    add(api, pod("own-pipelinerl-trainer-0", "trainer", **READY))
+    api.put(pod("own-pipelinerl-trainer-0", "trainer", **READY))
     assert await pipelinerl(*command) == 1
     assert f"resources [{withheld.resource}], verbs [{withheld.verb}" in capsys.readouterr().err
 
@@ -326,7 +318,7 @@ def run_dir(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (folder / "checkpoint" / "empty").touch()
     (folder / "metrics.jsonl").touch()
     (folder / "checkpoint" / "secret").symlink_to("/etc/hostname")
-    add(api, pod("own-pipelinerl-trainer-0", "trainer"))
+    api.put(pod("own-pipelinerl-trainer-0", "trainer"))
 
     async def execute(name: str, container: str, command: list[str]) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
@@ -352,22 +344,14 @@ async def test_results_come_whole_over_connections_that_drop(
     assert dropped
     assert (tmp_path / "here").stat().st_mode & 0o777 == 0o700  # prompts and completions are for the user alone
     assert report.read_text().startswith("<!doctype html>")
-    got = {path.relative_to(tmp_path / "here") for path in (tmp_path / "here").rglob("*") if path.is_file()}
-    assert {str(path) for path in got} == {
-        ".submitted",
-        "recipe.yaml",
-        "metrics.jsonl",
-        "report.html",
-        "checkpoint/model.safetensors",
-        "checkpoint/empty",
-    }
+    got = {str(path.relative_to(tmp_path / "here")) for path in (tmp_path / "here").rglob("*") if path.is_file()}
+    checkpoint = {"checkpoint/model.safetensors", "checkpoint/empty"}
+    assert got == {".submitted", "recipe.yaml", "metrics.jsonl", "report.html"} | checkpoint
     for name in ("recipe.yaml", "checkpoint/model.safetensors"):
         assert (tmp_path / "here" / name).read_bytes() == (run_dir / name).read_bytes()
 
 
-async def test_a_release_that_was_not_submitted_is_not_removed(
-    api: ApiServer, run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_foreign_release_is_not_removed(api: ApiServer, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dashboard = {"name": "own-pipelinerl-dashboard-run", "labels": {INSTANCE: "own"}}
     api._rendered.objects.append({"kind": "ConfigMap", "metadata": dashboard})
     publish(api, phase="Finished", run="volume", steps="0")
@@ -383,9 +367,7 @@ async def test_a_release_that_was_not_submitted_is_not_removed(
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 2
 
 
-async def test_an_installation_that_helm_did_not_begin_removes_nothing(
-    api: ApiServer, release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_installation_that_helm_refuses_removes_nothing(api: ApiServer, release: Release, tmp_path: Path) -> None:
     """Somebody else installs a release of this name while this one is refused."""
     job_ends(api)
     assert await pipelinerl(*SUBMIT) == 0
@@ -436,9 +418,7 @@ async def test_results_that_cannot_be_fetched_remove_nothing(
     assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
 
 
-async def test_a_file_that_changed_its_size_is_an_error(
-    api: ApiServer, release: Release, run_dir: Path, tmp_path: Path
-) -> None:
+async def test_a_file_of_another_size_is_an_error(api: ApiServer, release: Release, run_dir: Path, tmp_path: Path) -> None:
     execute = api.execute
 
     async def grows(name: str, container: str, command: list[str]) -> asyncio.subprocess.Process:
@@ -457,18 +437,14 @@ def test_no_file_is_written_outside_of_the_folder(tmp_path: Path, name: str) -> 
     (tmp_path / "checkpoint" / "a").symlink_to("/tmp")
     with pytest.raises(ServiceError, match="which has no place in"):
         files_of(b"1 " + name.encode(), tmp_path)
-    assert files_of(b"1 ../x\n1 /etc/passwd\n1 .\n1 other\n2 checkpoint/b", tmp_path) == {
-        "checkpoint/b": (2, tmp_path / "checkpoint" / "b")
-    }
+    listed = files_of(b"1 ../x\n1 /etc/passwd\n1 .\n1 other\n2 checkpoint/b", tmp_path)
+    assert listed == {"checkpoint/b": (2, tmp_path / "checkpoint" / "b")}
 
 
 @pytest.mark.parametrize("listed", [b"recipe.yaml", b"many recipe.yaml", b"1 \xff"])
 def test_a_list_of_files_that_is_none_is_refused(listed: bytes, tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="lists no files"):
         files_of(listed, tmp_path)
-
-
-# --- pure
 
 
 @pytest.mark.parametrize(
@@ -515,11 +491,8 @@ def test_runs_are_listed_with_what_is_known_of_them() -> None:
     states = [item("a-run", "a", "2026-01-01T00:00:00Z", **full), item("b-run", "b", "2026-01-01T01:00:00Z", lag="?")]
     sets = [item(f"{name}-trainer", name, "2026-01-01T00:00:00Z") for name in ("a", "silent")]
     rows = rows_of([*sets, *states], datetime(2026, 1, 1, 2, tzinfo=UTC))
-    assert rows == [
-        {"release": "b", "age_s": 3600, "lag": "?"},
-        {"release": "a", "age_s": 7200, **full},
-        {"release": "silent", "age_s": 7200},
-    ]
+    silent = {"release": "silent", "age_s": 7200}
+    assert rows == [{"release": "b", "age_s": 3600, "lag": "?"}, {"release": "a", "age_s": 7200, **full}, silent]
 
 
 async def test_the_list_is_a_table_for_people(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,8 @@ class Authority:
     def __init__(self, name: str = "pipelinerl tests") -> None:
         self._key, self._name = ec.generate_private_key(ec.SECP256R1()), _common_name(name)
         unsigned = _begun(self._name, self._name, self._key, days=10)
-        self._certificate = unsigned.add_extension(x509.BasicConstraints(True, None), critical=True).sign(
-            self._key, hashes.SHA256()
-        )
+        unsigned = unsigned.add_extension(x509.BasicConstraints(True, None), critical=True)
+        self._certificate = unsigned.sign(self._key, hashes.SHA256())
 
     def issue(self, folder: Path, *names: str, days: float = 1) -> Path:
         """Writes tls.crt, tls.key and ca.crt for DNS names and addresses, valid for `days` from now (negative: expired)."""
@@ -33,9 +32,8 @@ class Authority:
         )
         self.write_ca(folder)
         (folder / "tls.crt").write_bytes(certificate.public_bytes(_PEM))
-        (folder / "tls.key").write_bytes(
-            key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        )
+        pem = key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        (folder / "tls.key").write_bytes(pem)
         return folder
 
     def write_ca(self, folder: Path) -> Path:

@@ -19,8 +19,8 @@ def says(text: str, *, finish_reason: str = "stop", tool_calls: Any = None) -> t
     return 200, {**head, "choices": [choice], "usage": usage}
 
 
-def calls(name: str, arguments: str, id_: str = "call-1") -> tuple[int, dict[str, Any]]:
-    return says("", tool_calls=[{"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}])
+def calls(name: str, arguments: str) -> tuple[int, dict[str, Any]]:
+    return says("", tool_calls=[{"id": "call-1", "type": "function", "function": {"name": name, "arguments": arguments}}])
 
 
 def refuses(code: str, status: int = 400) -> tuple[int, dict[str, Any]]:

@@ -173,13 +173,8 @@ class Stage:
         assert (await self.bus.prompts_info()).messages == left
 
     async def published(self, count: int) -> list[TrainedSequence]:
-        found = []
         async with asyncio.timeout(60), self.bus.read_sequences(1) as entries:
-            async for entry in entries:
-                found.append(decode_sequence(entry.payload, expected_run=RUN))
-                if len(found) == count:
-                    return found
-        raise AssertionError("the log ended")
+            return [decode_sequence((await anext(entries)).payload, expected_run=RUN) for _ in range(count)]
 
     async def leave(self, timeout_s: float = 60.0, store_within_s: float = 60.0) -> None:
         self.gate.drain()

@@ -192,11 +192,11 @@ def packed_gradients(
     return gradients_of(policy.model)
 
 
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], atol: float = 1e-5) -> None:
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     assert left.keys() == right.keys()
     assert max(float(gradient.abs().max()) for gradient in left.values()) > 1e-3, "nothing to compare"
     for name, gradient in left.items():
-        torch.testing.assert_close(right[name], gradient, rtol=1e-4, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(right[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def told_anywhere(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,23 +205,23 @@ def told_anywhere(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {name: figure for name, figure in figures.items() if name not in others}
 
 
-def near_policy(model: PreTrainedModel, lengths: list[tuple[int, int]], spread: float = 0.5) -> TrainingGroup:
+def near_policy(model: PreTrainedModel, lengths: list[tuple[int, int]]) -> TrainingGroup:
     """μ about the policy, half of the sequences by a little: whatever a loss cuts or masks, it cuts and masks some."""
     generator = np.random.default_rng(5)
     sequences = []
     for index, sequence in enumerate(sequences_of(lengths)):
         with torch.no_grad():
             logprobs = plain_logprobs(model, sequence).numpy()
-        noise = generator.normal(0, spread if index % 2 else 1e-4, len(logprobs))
+        noise = generator.normal(0, 0.5 if index % 2 else 1e-4, len(logprobs))
         sequences.append(replace(sequence, behaviour_logprobs=(logprobs + noise).astype(np.float32)))
     return group_of(sequences)
 
 
-def on_policy(policy: Policy, sequences: list[Sequence], temperature: float = 1.0) -> list[Sequence]:
+def on_policy(policy: Policy, sequences: list[Sequence]) -> list[Sequence]:
     sampled = []
     for sequence in sequences:
         with torch.no_grad():
-            logprobs = plain_logprobs(policy.model, sequence, temperature).numpy()
+            logprobs = plain_logprobs(policy.model, sequence).numpy()
         sampled.append(replace(sequence, behaviour_logprobs=logprobs))
     policy.model.set_attn_implementation(policy.attention)
     return sampled

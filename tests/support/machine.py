@@ -69,8 +69,8 @@ async def until(condition: Callable[[], object], timeout_s: float = 150.0) -> No
             await asyncio.sleep(0.01)
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 150.0) -> None:
-    latest = time.monotonic() + timeout_s
+def wait_until(condition: Callable[[], object]) -> None:
+    latest = time.monotonic() + 150.0
     while not condition():
         assert time.monotonic() < latest
         time.sleep(0.02)

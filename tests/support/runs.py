@@ -54,9 +54,8 @@ def write_tiny_model(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    ).save_pretrained(folder)
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
 def write_tiny_recipe(
@@ -224,9 +223,8 @@ def started_run(
     where = ["--resume", str(run_dir)] if resume else [str(recipe), "--run-dir", str(run_dir)]
     command = [PROGRAM, "run", *where, *arguments]
     with output.open("wb") as file, usual_open_files():
-        process = subprocess.Popen(
-            command, stdout=file, stderr=file, start_new_session=True, env={**os.environ, **(environment or {})}
-        )
+        env = {**os.environ, **(environment or {})}
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, env=env)
     running = RunningCommand(process, run_dir, output)
     try:
         yield running

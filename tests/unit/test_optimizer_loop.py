@@ -228,9 +228,7 @@ async def test_a_resumed_run_whose_actors_leave_its_adapters_out_trains_nothing(
     async with serving(a=actor) as addresses, bench(tmp_path, weights={"probe_every": 50, "probe_tokens": 9}) as one:
         one.run.updater.serve(addresses)  # type: ignore[attr-defined]
         one.policy.score = lambda token_ids, *, adapters=True: base + change * adapters  # type: ignore[method-assign]
-        with pytest.raises(
-            FieldError, match=r"nothing is trained.* a at version 1:0: the actor shows 50% \(± 0%\) of training's change"
-        ):
+        with pytest.raises(FieldError, match=r"nothing is trained.* a at version 1:0: the actor shows 50% \(± 0%\) of"):
             await one.loop.run()
 
 
@@ -305,9 +303,7 @@ async def test_a_checkpoint_during_a_step_waits_for_it_and_the_next_step_is_plan
         assert one.policy.planned == [0, 1, 2, 3]  # none beyond the last step
 
 
-async def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_checkpoint_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with bench(tmp_path, checkpoint={"every_steps": 1}) as one:
         (tmp_path / "checkpoints").write_text("in the way")
         await one.loop.run()

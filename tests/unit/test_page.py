@@ -41,9 +41,6 @@ def sample(step: int, heldout: bool = False) -> dict[str, Any]:
     return {"step": step, "version": step, "prompt": "p", "completion": f"c{step}", "heldout": heldout, "spans": []}
 
 
-# History
-
-
 @pytest.mark.parametrize("count", [1, 3, 20, 21, 77, 1000, 1023])
 def test_the_newest_are_never_thinned(count: int) -> None:
     series = ThinnedSeries(16, newest=20)
@@ -109,9 +106,6 @@ def test_history_of_a_long_run_is_bounded() -> None:
     assert data["lag_totals"]["0"] == 10 * 1999
 
 
-# State
-
-
 def test_members_have_the_version_that_they_serve() -> None:
     loads = dict.fromkeys(("actor-10", "actor-2"), ActorState(policy_version=4, sequences_in_progress=5))
     states = {"actor-10": "joining", "x": "waiting", "actor-9": "serving", "actor-2": "serving", "y": "leaving"}
@@ -124,9 +118,6 @@ def test_members_have_the_version_that_they_serve() -> None:
         ("y", "leaving", None, None),
     ]
     assert sorted(["b", "a10", "a9", "10", "9"], key=live_page.natural) == ["9", "10", "a9", "a10", "b"]
-
-
-# Board and readers
 
 
 def begun(*steps: int) -> PageBoard:
@@ -184,9 +175,6 @@ def test_readers_of_the_trainer_before_start_anew() -> None:
     assert news(early, at) == {"reset": True}
 
 
-# The recorder's side
-
-
 def test_samples_go_with_the_next_step() -> None:
     board = PageBoard()
     board.begin(live_page.about("r", make_recipe(), Path("nowhere")), [], [])
@@ -208,9 +196,6 @@ def test_a_page_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCapture
     with RunFiles(tmp_path) as files:
         Recorder(make_recipe(), files, TrainerMetrics(CollectorRegistry()), board=Broken())
     assert [one.exc_info[0] for one in caplog.records if one.exc_info] == [ValueError]
-
-
-# Routes
 
 
 @asynccontextmanager

@@ -148,18 +148,22 @@ def seventy_billion() -> Manifest:
     return build_manifest([ends[0], *listed, ends[1]])
 
 
+def check_with_room(free_gib: int, host_gib: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(loaders, "host_room", lambda: host_gib * GIB)
+    group: Any = Peers(0, ranks)
+    PausedLoader(nn.Module(), CONFIG, GPU, group).check(seventy_billion())
+
+
 @pytest.mark.parametrize(
     ("free_gib", "host_gib", "ranks", "said"),
     [
         # A quarter is 32.6 GiB, the embedding 1.96. 32.6 + 2 * 1.96 + 2 = 38.6 on the device; host memory does not matter then.
         (41, 0, 4, ""),
         (24, 200, 4, ""),
-        (
-            24,
-            100,
-            4,
-            "needs 130.6 GiB of host memory for received weights, but 100.0 are available: give this actor more memory",
-        ),
+        (24, 100, 4, "needs 130.6 GiB of host memory for received weights, but 100.0 are available: give this actor more"),
         (41, 100, 1, "needs 130.6 GiB of host memory"),
         (3, 200, 4, "3.0 of 80.0 GiB of GPU memory are free outside vLLM, but a weight update needs 5.9: 3.9 for twice the"),
         (3, 200, 4, "Set actor.engine.gpu_memory_utilization to at most 0.66"),
@@ -169,29 +173,16 @@ def test_an_update_is_refused_if_neither_device_nor_host_has_room(
     free_gib: int, host_gib: int, ranks: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """70B parameters in fp8 on GPUs of 80 GiB: each rank has 16 GiB of weights, but all the received ones are 131."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    monkeypatch.setattr(loaders, "host_room", lambda: host_gib * GIB)
-    group: Any = Peers(0, ranks)
-    loader = PausedLoader(nn.Module(), CONFIG, GPU, group)
     if said:
         with pytest.raises(ManifestMismatch) as raised:
-            loader.check(seventy_billion())
+            check_with_room(free_gib, host_gib, ranks, monkeypatch)
         assert said in str(raised.value)
     else:
-        loader.check(seventy_billion())
+        check_with_room(free_gib, host_gib, ranks, monkeypatch)
 
 
-def test_a_layer_that_fits_without_its_margin_is_loaded_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    monkeypatch.setattr(loaders, "host_room", lambda: 200 * GIB)
-    group: Any = Peers(0, 1)
-    PausedLoader(nn.Module(), CONFIG, GPU, group).check(seventy_billion())
+def test_a_layer_without_its_margin_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    check_with_room(free_gib=5, host_gib=200, ranks=1, monkeypatch=monkeypatch)
     assert "a weight update needs 5.9: 3.9 for twice the largest layer" in caplog.text
 
 

@@ -275,9 +275,8 @@ def test_alone_vllm_gets_its_usual_share_or_what_an_update_leaves() -> None:
 def test_memory_of_others_is_not_given_away_and_adapters_need_no_second_instance() -> None:
     half = [gpu(0), gpu(1, free=42)]
     assert place(recipe("trainer.nproc=1"), half, 0).recipe.actor.engine.gpu_memory_utilization == 0.52
-    assert "tokens, and may have at most 0.52; use" in refusal(
-        recipe("trainer.nproc=1", "actor.engine.gpu_memory_utilization=0.9"), half, 0
-    )
+    said = refusal(recipe("trainer.nproc=1", "actor.engine.gpu_memory_utilization=0.9"), half, 0)
+    assert "tokens, and may have at most 0.52; use" in said
     mixed = [gpu(0), gpu(1), gpu(2, total=24)]
     lora = ("trainer.lora.rank=16", "trainer.learning_rate=1e-5")
     small = place(recipe("trainer.nproc=1", *lora), mixed, 3_210_000_000).recipe
@@ -285,9 +284,7 @@ def test_memory_of_others_is_not_given_away_and_adapters_need_no_second_instance
     assert small.actor.engine.gpu_memory_utilization == 0.87
     pair = [gpu(number, total=24) for number in range(2)]
     assert numbers_of(place(recipe(*lora, "model.max_context=1536"), pair, LARGE)) == (1, 1)
-    assert "8 trainer ranks and 1 actor of 1 GPU need 9 GPUs, but 2 GPUs are here; train adapters" in refusal(
-        recipe(), pair, LARGE
-    )
+    assert "8 trainer ranks and 1 actor of 1 GPU need 9 GPUs, but 2 GPUs are here; train" in refusal(recipe(), pair, LARGE)
 
 
 def test_a_model_between_two_sizes_of_a_gpu_is_placed() -> None:
@@ -423,20 +420,15 @@ def torch_of(*visible: str, cuda: str | None = "13.0", error: str = "") -> Any:
 
 
 def test_gpus_come_in_cudas_order_with_their_links() -> None:
-    tool = nvml({"GPU-a": [], "GPU-b": [], "GPU-c": []}, {frozenset(("GPU-a", "GPU-b"))})
+    tool, shown = nvml({"GPU-a": [], "GPU-b": [], "GPU-c": []}, {frozenset(("GPU-a", "GPU-b"))}), ("GPU-b", "GPU-a")
     found = [Device.model_validate(one) for one in described(torch_of("b", "a"), tool, {"CUDA_VISIBLE_DEVICES": "1,0"})]
-    assert [(one.uuid, one.name, one.total_bytes, one.free_bytes) for one in found] == [
-        ("GPU-b", "GPU-b", 8, 5),
-        ("GPU-a", "GPU-a", 8, 5),
-    ]
+    assert [(one.uuid, one.name, one.total_bytes, one.free_bytes) for one in found] == [(name, name, 8, 5) for name in shown]
     assert [one.linked for one in found] == [("GPU-a",), ("GPU-b",)]
     assert [one.capability for one in found] == [90, 90]
     for visible in ("0,-1,1", "0,", "GPU-a"):
         assert [one["uuid"] for one in described(torch_of("a"), tool, {"CUDA_VISIBLE_DEVICES": visible})] == ["GPU-a"]
     with_old = nvml({"GPU-old": [], "GPU-a": []})
-    assert [one["uuid"] for one in described(torch_of("old", "a"), with_old, {})] == ["GPU-a"], (
-        "torch has no code for the other"
-    )
+    assert [one["uuid"] for one in described(torch_of("old", "a"), with_old, {})] == ["GPU-a"], "torch has no code for old"
 
 
 def test_a_divided_gpu_shows_its_instances() -> None:
@@ -456,19 +448,13 @@ def test_a_divided_gpu_shows_its_instances() -> None:
 
 
 def test_a_gpu_that_torch_cannot_use_is_told_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool, old = (
-        nvml({"GPU-a": [], "GPU-old": []}),
-        "The NVIDIA driver on your system is too old (found version 12020). Please update",
-    )
+    tool = nvml({"GPU-a": [], "GPU-old": []})
+    old = "The NVIDIA driver on your system is too old (found version 12020). Please update"
     for torch, environment, said in (
         (torch_of(cuda=None), {}, "built without CUDA; install the CUDA build: make clean && make install DEVICE=cuda"),
         (torch_of(error=old), {}, "too old (found version 12020); torch 2.13.0 needs a driver for CUDA 13.0"),
         (torch_of(), {"CUDA_VISIBLE_DEVICES": ""}, "torch sees no GPU; CUDA_VISIBLE_DEVICES='' decides"),
-        (
-            torch_of("a"),
-            {"CUDA_VISIBLE_DEVICES": "0, 7,1"},
-            "= '0, 7,1': CUDA shows only the first 1 of these GPUs; correct '7'",
-        ),
+        (torch_of("a"), {"CUDA_VISIBLE_DEVICES": "0, 7,1"}, "= '0, 7,1': CUDA shows only the first 1 of these GPUs; correct"),
         (torch_of("old"), {}, "GPU-old has compute capability 7.0, but torch 2.13.0 needs 7.5 or more; use a newer GPU"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):

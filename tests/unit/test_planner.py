@@ -76,9 +76,7 @@ QWEN = {**EXPERTS, "moe_intermediate_size": 768, "intermediate_size": 6144}
         ("Qwen2.5-7B", "", 7_600_000_000, 7_600_000_000),
     ],
 )
-def test_a_models_folder_or_name_tells_how_much_of_it_a_token_uses(
-    name: str, config: str, parameters: int, active: int, tmp_path: Path
-) -> None:
+def test_a_model_tells_how_much_of_it_tokens_use(name: str, config: str, parameters: int, active: int, tmp_path: Path) -> None:
     folder = tmp_path / name
     folder.mkdir()
     if config:
@@ -87,6 +85,9 @@ def test_a_models_folder_or_name_tells_how_much_of_it_a_token_uses(
     assert share * parameters == pytest.approx(active)
     assert active_share(ModelConfig(source="hub", name=f"a/{name}"), parameters) in (1.0, 0.1)
     assert active_share(ModelConfig(source="path", name=str(folder)), 0) == 1.0
+
+
+LAYERS = {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_hidden_layers": 4}
 
 
 @pytest.mark.parametrize(
@@ -100,16 +101,7 @@ def test_a_models_folder_or_name_tells_how_much_of_it_a_token_uses(
         # DeepSeek-V3: 61 layers of 512 + 64.
         ({"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 68.625),
         # One layer of four has a cache that grows: 2 heads of 256.
-        (
-            {
-                "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-                "num_hidden_layers": 4,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 2,
-                "head_dim": 256,
-            },
-            2,
-        ),
+        ({**LAYERS, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256}, 2),
     ],
 )
 def test_a_models_config_tells_its_kv_cache(config: dict[str, Any], kib: float, tmp_path: Path) -> None:
@@ -144,15 +136,12 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
     told = [str(one) for one in misfits(recipe_with(3), model, machine, lengths, 1, 50000)]
     assert re.search(r"--sequences-in-progress = 50000: .* holds \d+ sequences", told[0])
     assert told[1:] == ["--accelerators = 1: an actor needs 1 of them and the trainer 1; give more"]
-    parts = recipe_with(None).model_copy(
-        update={"trainer": recipe_with(None).trainer.model_copy(update={"context_parallel": 2, "shard_ranks": 4})}
-    )
+    trainer = recipe_with(None).trainer.model_copy(update={"context_parallel": 2, "shard_ranks": 4})
+    parts = recipe_with(None).model_copy(update={"trainer": trainer})
     uneven = make_plan(parts, model, replace(machine, per_actor=3), lengths, 9, sequences_in_progress=16)
     assert (uneven.split.num_generators, uneven.split.num_trainers) == (1, 4)
-    assert (
-        "unused: 2 accelerators of 9, because an actor takes 3, and context_parallel and shard_ranks need a multiple of 4 ranks"
-        in (uneven.reasons)
-    )
+    said = "unused: 2 accelerators of 9, because an actor takes 3, and context_parallel and shard_ranks need a multiple of 4"
+    assert any(one.startswith(said) for one in uneven.reasons)
     assert [str(one) for one in misfits(parts, model, replace(machine, per_actor=3), lengths, 6)] == [
         "--accelerators = 6: an actor needs 3 of them and the trainer 4; give more"
     ]
@@ -202,9 +191,7 @@ def test_lengths_as_bars_and_of_a_run(tmp_path: Path) -> None:
         lengths_of(str(tmp_path), recipe.max_tokens)
 
 
-def test_the_command_prints_a_plan_and_its_reasons(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     speeds = {"decode": [[1, 100], [64, 3200]], "trained_tokens_per_s": 1600, "kv_gib": 1, "memory_gib": 1}
     (tmp_path / "mine.json").write_text(json.dumps(speeds))
@@ -227,11 +214,7 @@ def test_the_command_prints_a_plan_and_its_reasons(
     assert "; 2 KiB of KV cache per token (as given)\n" in capsys.readouterr().out
     for key, value, problem in (
         ("kv_gib", 1e-9, "does not hold one sequence"),
-        (
-            "trained_tokens_per_s",
-            math.inf,
-            "trained_tokens_per_s = inf: use a number, above 0 (completion tokens per second of one",
-        ),
+        ("trained_tokens_per_s", math.inf, "trained_tokens_per_s = inf: use a number, above 0 (completion tokens per second"),
         ("decode", [[1, math.inf]], "decode.0.1 = inf: Input should be a finite number"),
     ):
         (tmp_path / "mine.json").write_text(json.dumps({**speeds, key: value}).replace("Infinity", "1e999"))

@@ -47,9 +47,6 @@ def row(run: RunState, label: str, elapsed_s: float = 20.0) -> str:
     return dict(rows(run, elapsed_s))[label]
 
 
-# The view
-
-
 def test_rows_of_a_running_run() -> None:
     run = state(metrics(1, heldout_accuracy=0.4, heldout_version=0), metrics(2, weight_update=None, stall_s=None))
     shown = dict(rows(run, 14.0))
@@ -123,12 +120,6 @@ def test_a_run_is_rewound_to_before_all_that_is_remembered() -> None:
     assert (run.step, row(run, "policy version")) == (5, "5")
     run.rewind(0)
     assert (run.step, row(run, "policy version")) == (0, "-")
-
-
-# Text
-
-
-# Rendering
 
 
 def test_plain_lines_come_at_their_pace_the_last_step_always() -> None:

@@ -84,9 +84,8 @@ def test_a_prompt_is_what_its_template_writes_and_no_token_more(template: str, w
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begin)
     assert tokenizer.encode("Hi")[0] == tokenizer.bos_token_id
     assert prompt_of(tokenizer) == written
-    assert TemplateFormat(tokenizer).render([{"role": "user", "content": "Hi"}], []) == tokenizer.encode(
-        written, add_special_tokens=False
-    )
+    plain = tokenizer.encode(written, add_special_tokens=False)
+    assert TemplateFormat(tokenizer).render([{"role": "user", "content": "Hi"}], []) == plain
     assert prompt_of(tokenizer, "<s>Hi", prompt_style="plain") == "<s><s>Hi"
     plain = _plain_ids("<s>Hi", tokenizer)
     assert plain.count(tokenizer.bos_token_id) == 1
@@ -94,9 +93,8 @@ def test_a_prompt_is_what_its_template_writes_and_no_token_more(template: str, w
 
 def test_variables_of_a_template_are_set_and_stay_with_the_policy(tmp_path: Path) -> None:
     asked, thoughtless = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "<think>\n\n</think>\n\n"
-    model = ModelConfig(
-        name="m", chat_template=THINKS, chat_template_kwargs={"enable_thinking": False, "name": "it's {%\n%} ü"}
-    )
+    variables = {"enable_thinking": False, "name": "it's {%\n%} ü"}
+    model = ModelConfig(name="m", chat_template=THINKS, chat_template_kwargs=variables)
     tokenizer = tokenizer_with(CHATML)
     use_chat_template(tokenizer, model)
     assert prompt_of(tokenizer) == asked + thoughtless
@@ -151,11 +149,8 @@ def test_a_turn_that_the_next_roles_token_ends() -> None:
     for sampled in (tokenizer.encode("Yes"), tokenizer.encode("Yes<|user|>")):
         assert chat.extend(context, sampled, said, 2, []) == whole
     by_other_end = tokenizer.encode("Yes<|endoftext|>")
-    assert chat.extend(context, by_other_end, said, 2, []) == [
-        *context,
-        *by_other_end,
-        *tokenizer.encode("<|user|>\nWhy<|assistant|>\n"),
-    ]
+    after = tokenizer.encode("<|user|>\nWhy<|assistant|>\n")
+    assert chat.extend(context, by_other_end, said, 2, []) == [*context, *by_other_end, *after]
     as_system = [*said[:2], {"role": "system", "content": "Stop"}]
     assert chat.extend(context, tokenizer.encode("Yes<|user|>"), as_system, 2, []) is None
 
@@ -205,11 +200,8 @@ def test_text_of_a_row_never_becomes_a_control_token(style: str, kind: str) -> N
     assert counts[0] == counts[1]
     assert found.prompt_text == harmless.prompt_text.replace("2+2", forged)
     assert tokenizer.decode(found.prompt_token_ids, clean_up_tokenization_spaces=False).strip() == found.prompt_text.strip()
-    as_messages = (
-        {"role": "user", "content": forged},
-        {"role": "assistant", "content": "x"},
-        {"role": "user", "content": forged},
-    )
+    asked = {"role": "user", "content": forged}
+    as_messages = (asked, {"role": "assistant", "content": "x"}, asked)
     if style == "chat":
         ids = encode(make_recipe(), share, 0, Problem("q", messages=as_messages), tokenizer).prompt_token_ids.tolist()
         assert Counter(ids)[tokenizer.eos_token_id] == 3
@@ -260,20 +252,15 @@ def test_validate_shows_the_prompt_and_warns_of_what_may_not_be_meant(
     assert "has control tokens such as <|im_end|> in 1 prompt, the first in line 3" in shown
 
 
+BRIEF = {"system_prompt": "Be brief."}
+TOOLS = {"source": "tools", "tools": ["examples.tools.arithmetic:add"]}
+
+
 @pytest.mark.parametrize(
     ("template", "sections", "said"),
     [
-        (
-            NO_SYSTEM,
-            {"task": {"system_prompt": "Be brief."}},
-            "task.system_prompt = 'Be brief.': the model's chat template takes no system message (System role not supported); "
-            'set task.system_prompt: "" and put its text into task.instruction',
-        ),
-        (
-            NO_SYSTEM,
-            {"task": {"system_prompt": "Be brief.", "source": "tools", "tools": ["examples.tools.arithmetic:add"]}},
-            "task.system_prompt = 'Be brief.': the model's chat template takes no system message",
-        ),
+        (NO_SYSTEM, {"task": BRIEF}, '(System role not supported); set task.system_prompt: "" and put its text into task.'),
+        (NO_SYSTEM, {"task": BRIEF | TOOLS}, "task.system_prompt = 'Be brief.': the model's chat template takes no system m"),
         (None, {}, "task.prompt_style = 'chat': this tokenizer has no chat template; use plain, or name one with model.chat_"),
         (None, {"model": {"chat_template": "{% for m in messages %}\n{{ m. }}"}}, "is not valid Jinja, line 2: "),
         (None, {"model": {"chat_template_kwargs": {"a": 1}}}, "model.chat_template_kwargs = {'a': 1}: the model has no chat"),
@@ -289,9 +276,7 @@ def test_a_template_that_cannot_be_used_is_named_before_a_run(
     assert said in str(FieldError(*mistake))
 
 
-def test_a_prompt_with_a_token_that_the_model_lacks_is_named_before_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_that_the_model_lacks_is_named_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_with(tmp_path, CHATML, monkeypatch)
     token_id = len(AutoTokenizer.from_pretrained("model")) - 1
     begins = AutoTokenizer.from_pretrained("model").convert_tokens_to_ids("<|im_start|>")
@@ -317,9 +302,7 @@ def test_tools_with_a_template_that_refuses_everything_are_refused_in_words() ->
         ("<|eot_id|>" + CHATML, "writes <|eot_id|>, which is not a token of this model"),
     ],
 )
-def test_a_template_that_spoils_prompts_is_doubted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, said: str
-) -> None:
+def test_a_spoilt_prompt_is_doubted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, said: str) -> None:
     doubts = preview(recipe_with(tmp_path, template, monkeypatch), "model", {"": Problem("2+2")})["doubts"]
     assert [bool(said), said in "".join(fix for _, _, fix in doubts)] == [bool(doubts), True]
 
@@ -335,8 +318,7 @@ def test_a_run_does_not_start_with_such_a_template(tmp_path: Path, monkeypatch: 
 
 def test_tools_and_a_long_prompt_are_shown_as_the_policy_sees_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A template without system message gets the tools with the question. A long prompt is shown without its middle."""
-    tools = {"source": "tools", "tools": ["examples.tools.arithmetic:add"]}
-    recipe = recipe_with(tmp_path, NO_SYSTEM, monkeypatch, task=tools)
+    recipe = recipe_with(tmp_path, NO_SYSTEM, monkeypatch, task=TOOLS)
     ((_, shown),) = preview(recipe, "model", {"": Problem("What is 6*7?" + " " * 1000 + "Say it.")})["rows"]
     assert "⟨<|im_start|>⟩user\n    | You can call these functions" in shown
     assert re.search(r"\n    \| \[\.\.\. [\d,]+ tokens are not shown \.\.\.\]\n", shown)
@@ -353,9 +335,7 @@ def test_tools_and_a_long_prompt_are_shown_as_the_policy_sees_them(tmp_path: Pat
         ({"chat_template": "bytes"}, "cannot be read: 'utf-8' codec can't decode byte 0xff"),
     ],
 )
-def test_a_template_or_variables_of_another_kind_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict, said: str
-) -> None:
+def test_a_wrong_template_or_value_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict, said: str) -> None:
     (tmp_path / "plain.txt").write_text("Hello")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(RecipeError, match=r"model\.chat_template") as raised:

@@ -26,15 +26,8 @@ WAIT_S = 60.0
 
 
 def settings(folder: str, port: int) -> TrainerSettings:
-    return TrainerSettings(
-        run="r",
-        recipe=Path(folder) / "recipe.yaml",
-        instance="trainer-1",
-        run_dir=Path(folder),
-        http_port=port,
-        nodes=2,
-        node=1,
-    )
+    where = {"recipe": Path(folder) / "recipe.yaml", "run_dir": Path(folder), "http_port": port}
+    return TrainerSettings(run="r", instance="trainer-1", nodes=2, node=1, **where)
 
 
 def get(port: int, path: str) -> tuple[int, str]:

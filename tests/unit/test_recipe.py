@@ -250,6 +250,7 @@ def test_a_missing_field_says_what_to_give() -> None:
 
 GAMES = "evaluation.sets=[{name: games, task: {source: environment, name: 'a:B'}"
 JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'}"
+MISSPELT = JUDGE.replace("{comp", "{question} {{answer}} {comp")
 
 
 @pytest.mark.parametrize(
@@ -283,17 +284,9 @@ JUDGE = "{url: 'http://a/v1', model: m, template: '{completion}', pattern: '(.)'
         ("reward.overlong.buffer_tokens=65", "reward.overlong.buffer_tokens", "is more than sampling.max_tokens (64)"),
         ("algorithm.advantage=value reward.truncated=mask", "reward.truncated", "needs every reward for its baseline"),
         ("reward.scorer=judge", "reward.judge", "None: reward.scorer = 'judge' needs this section"),
-        (
-            f"{GAMES}, reward: {{scorer: judge, judge: {JUDGE}}}}}]",
-            "evaluation.sets.0.reward.scorer",
-            "the environment gives the reward (",
-        ),
+        (f"{GAMES}, reward: {{scorer: judge, judge: {JUDGE}}}}}]", "evaluation.sets.0.reward.scorer", "the environment gives"),
         (f"reward.judge={JUDGE}", "reward.judge", "applies only to reward.scorer = 'judge'"),
-        (
-            f"reward={{scorer: judge, judge: {JUDGE.replace('{comp', '{question} {{answer}} {comp')}}}",
-            "reward.judge.template",
-            "{question} would not be replaced; use {prompt}, {completion} and {reference} only",
-        ),
+        (f"reward={{scorer: judge, judge: {MISSPELT}}}", "reward.judge.template", "{question} would not be replaced; use"),
         ("actor.colocate=true", "actor.colocate", "needs mode = 'conventional', in which actor and trainer take turns"),
         ("mode=conventional actor.colocate=true actor.count=2", "actor.count", "2: must be 1 if actor and trainer share a GPU"),
         ("evaluation.samples=4", "evaluation.samples", "4: greedy answers to a problem are all the same"),
@@ -467,20 +460,14 @@ def test_what_is_a_mistake_and_what_is_lacking(
         ("model.safetensors", -3, "model.safetensors has 74 bytes, but its header says 77; copy the broken files again"),
         ("model.safetensors", 5, "model.safetensors is not a safetensors file, or its header is incomplete"),
         ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is not a safetensors file"),
-        (
-            "model.safetensors",
-            b"\x1f" + bytes(7) + b'{"a": {"data_offsets": [0, 0]}}',
-            "model.safetensors is not a safetensors file",
-        ),
+        ("model.safetensors", b"\x1f" + bytes(7) + b'{"a": {"data_offsets": [0, 0]}}', "is not a safetensors file"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors, among the 1 weight"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "config.json"}}', "delete one, since actors may"),
         ("adapter_config.json", b"{}", "has a LoRA adapter, which actors would not apply; merge it into the model"),
         ("model.safetensors.index.json", b"[]", "model.safetensors.index.json is damaged; copy it again"),
     ],
 )
-def test_a_broken_model_folder_is_told_before_anything_loads_it(
-    tmp_path: Path, file: str, content: bytes | int | None, said: str
-) -> None:
+def test_a_broken_model_folder_is_refused(tmp_path: Path, file: str, content: bytes | int | None, said: str) -> None:
     path, config = model_folder(tmp_path) / file, tmp_path / "config.json"
     before = config.read_bytes()
     scaled = {"max_position_embeddings": 9, "rope_scaling": {"type": "yarn", "factor": 64.0}, "text_config": []}
@@ -521,9 +508,7 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     assert ignored == [("template", "task.system_prompt"), ("template", "task.instruction")]
 
 
-def test_reward_code_is_looked_up_in_the_current_folder_as_the_verifier_will(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reward_code_is_looked_up_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text("NOT_A_FUNCTION = 1\n\ndef score(*_):\n    return 1.0\n")
     (tmp_path / "lazy.py").write_text("def __getattr__(name):\n    from my_rewards import score\n\n    return score\n")
     (tmp_path / "broken.py").write_text("score = (\n")
@@ -614,9 +599,7 @@ def test_rewards_are_tried_on_the_users_problems_before_a_run(rehearsed: Callabl
     assert told == {}
 
 
-def test_references_of_mathematics_and_their_near_misses_are_tried_as_the_policy_has_to_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_references_of_mathematics_and_their_near_misses_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [r"2\sqrt{3}", "so (3, 4)\n#### (3, 4)", "x = 5", r"\frac{1}{", r"2 \cdot 2 - 2"]  # the last one is its first number
     rows.append("Assume that x is positive. Then the inequality of the two means proves the whole claim for all values.")
@@ -684,9 +667,7 @@ def test_a_reward_that_gives_an_empty_text_the_same_is_doubted(
     assert bool(said) is bool(doubted)
 
 
-def test_a_reward_that_cannot_be_called_or_kills_its_caller_is_named(
-    rehearsed: Callable[..., Examination], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_nobody_can_call_is_named(rehearsed: Callable[..., Examination], monkeypatch: pytest.MonkeyPatch) -> None:
     for scorer, said in (("generates", "is a generator function"), ("kills", "kills its parent process (SIGKILL)")):
         (problem,) = rehearsed("right", scorer).problems
         assert str(problem).startswith(f"evaluation.sets.1.reward.scorer = 'my_rewards:{scorer}': {said}")

@@ -130,9 +130,7 @@ def test_a_clip_range_that_cuts_too_many_tokens_is_warned_of_once(tmp_path: Path
             told = [desk.step(clip_fraction=share)["clip_range_cut"] for share in shares]
             assert told == [None] * 9 + ([pytest.approx(0.28)] * 3 if cut else [None] * 3)
     (warning,) = (record.message for record in caplog.records)
-    assert warning.startswith(
-        "algorithm.clip_low = 0.0003: together with algorithm.clip_high (0.0004) it cuts 28% of the tokens"
-    )
+    assert warning.startswith("algorithm.clip_low = 0.0003: together with algorithm.clip_high (0.0004) it cuts 28% of the")
     assert "widen algorithm.clip_low and algorithm.clip_high, or lower algorithm.max_lag" in warning
 
 
@@ -251,10 +249,8 @@ def test_joins_are_in_the_next_record_and_in_the_summary(desk: Desk) -> None:
     desk.recorder.joined("actor-1", UpdateRecord(3, round_trip_s=0.5))
     desk.recorder.joined("actor-2", UpdateRecord(4, round_trip_s=1.5))
     record = desk.step()
-    assert record["joins"] == [
-        {"actor": "actor-1", "version": 3, "join_s": 0.5},
-        {"actor": "actor-2", "version": 4, "join_s": 1.5},
-    ]
+    told = [(one["actor"], one["version"], one["join_s"]) for one in record["joins"]]
+    assert told == [("actor-1", 3, 0.5), ("actor-2", 4, 1.5)]
     assert desk.step()["joins"] == []
     assert desk.summary()["membership"] == {"joins": 2, "join_s_p50": 1.0, "evictions": 0}
     assert desk.of("join_seconds_count") == 2

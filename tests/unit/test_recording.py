@@ -49,10 +49,8 @@ def batch() -> list[TrainingGroup]:
     first = [several_versions(one) for one in sequences_of([(3, 7), (3, 5), (3, 4)])]
     second = [dataclasses.replace(one, group_id="h", sequence_id=f"h.{at}") for at, one in enumerate(episodes_of(EPISODES))]
     odd = dataclasses.replace(second[0], behaviour_logprobs=-np.abs(second[0].behaviour_logprobs) - np.float32(1e-7))
-    return [
-        TrainingGroup(tuple(first), np.array([1 / 3, -0.1, np.nextafter(0.2, 1)])),
-        TrainingGroup((odd, *second[1:]), np.arange(4) / 7),
-    ]
+    advantages = np.array([1 / 3, -0.1, np.nextafter(0.2, 1)])
+    return [TrainingGroup(tuple(first), advantages), TrainingGroup((odd, *second[1:]), np.arange(4) / 7)]
 
 
 def test_a_step_comes_back_to_the_bit_in_its_order(tmp_path: Path) -> None:
@@ -185,9 +183,8 @@ def test_the_verdict_says_what_was_compared() -> None:
     assert "nothing was compared" in verdict(0, [], False)
     assert verdict(3, [2], True).startswith("an experiment")
     then, now = {"loss": 0.0, "ess": 0.5, "kl": 1.0}, {"loss": 1e-9, "ess": 0.501, "clip_fraction": 0.1, "kl": 9.0}
-    assert line(7, "b" * 64, "a" * 64, now, then, False).startswith(
-        f"step     7  {'b' * 12} DIFFERS from {'a' * 12}, in ess by 2.0e-03"
-    )
+    told = line(7, "b" * 64, "a" * 64, now, then, False)
+    assert told.startswith(f"step     7  {'b' * 12} DIFFERS from {'a' * 12}, in ess by 2.0e-03")
     assert line(7, "b" * 64, "a" * 64, now, {}, False).startswith(f"step     7  {'b' * 12} DIFFERS from {'a' * 12}  loss 1e-09")
 
 
@@ -224,9 +221,7 @@ def test_an_experiment_cannot_change_what_was_decided_before_its_data(field: str
         (True, {"most": 0}, "at least 1"),
     ],
 )
-def test_a_run_that_cannot_be_replayed_is_refused_before_anything_starts(
-    tmp_path: Path, record: bool, options: dict[str, Any], says: str
-) -> None:
+def test_a_replay_that_cannot_work_is_refused(tmp_path: Path, record: bool, options: dict[str, Any], says: str) -> None:
     with pytest.raises(FieldError, match="no such folder"):
         replay(arguments(tmp_path / "elsewhere"))
     with pytest.raises(FieldError, match=r"recipe\.yaml"):

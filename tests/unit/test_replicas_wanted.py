@@ -121,9 +121,7 @@ def follow(rate: Callable[[float], float], consumption: float, actors: int, in_f
 @pytest.mark.parametrize("rate", [linear, saturating, bending])
 @pytest.mark.parametrize("actors", [1, 3, 8, 30])
 @pytest.mark.parametrize("consumption", [0.4, 2.95, 7.6])
-def test_an_autoscaler_that_follows_comes_to_rest_at_what_is_needed(
-    rate: Callable[[float], float], actors: int, consumption: float
-) -> None:
+def test_an_autoscaler_settles_at_what_is_needed(rate: Callable[[float], float], actors: int, consumption: float) -> None:
     history = follow(rate, consumption, actors, in_flight=MANY)
     needed = consumption / rate(10)
     assert len(set(history[200:])) == 1, history
@@ -145,9 +143,6 @@ def test_more_actors_than_a_recipes_bound_occupies_are_not_wanted() -> None:
         for _ in range(4):
             one.step(4, 0.01)
         assert one.wanted == most
-
-
-# In the trainer
 
 
 def test_the_metric_has_no_value_until_it_is_known() -> None:

@@ -162,9 +162,7 @@ def test_a_pid_that_came_again_for_another_program_is_not_the_runs_and_unreadabl
         (100, 100, {"interrupted": False, "error": "x"}, ""),
     ],
 )
-def test_a_run_goes_on_while_steps_are_left_or_its_end_is_missing(
-    tmp_path: Path, taken: int, steps: int, summary: dict[str, Any] | None, refused: str
-) -> None:
+def test_a_run_goes_on_to_its_end(tmp_path: Path, taken: int, steps: int, summary: dict[str, Any] | None, refused: str) -> None:
     run = run_folder(tmp_path, (taken,))
     if summary is not None:
         write_json(run.summary, {"steps": taken, **summary})
@@ -179,9 +177,7 @@ def test_a_run_goes_on_while_steps_are_left_or_its_end_is_missing(
 @pytest.mark.parametrize(
     ("overrides", "stays"), [([], True), (["trainer.steps=200"], True), (["actor.count=1"], False), (["actor.count=3"], False)]
 )
-def test_what_scale_asked_for_stays_unless_the_user_now_says_how_many(
-    tmp_path: Path, overrides: list[str], stays: bool
-) -> None:
+def test_the_scale_stays_unless_the_user_says_how_many(tmp_path: Path, overrides: list[str], stays: bool) -> None:
     run = run_folder(tmp_path)
     run.scale.write_text('{"actors": 2}')
     with pytest.raises(RecipeError, match=r"actor\.count = 0: a run on one machine needs at least 1"):
@@ -196,9 +192,7 @@ def test_the_recipe_of_another_version_names_the_fix(tmp_path: Path) -> None:
     run.recipe.write_text(run.recipe.read_text().replace("sampling:", "sampling:\n  top_p: 1.0"))
     (tmp_path / "metrics.jsonl").touch()
     for attempt in (lambda: resume(run), lambda: write_report(tmp_path)):
-        with pytest.raises(
-            UserError, match=r"(?s)sampling\.top_p = 1\.0: no such field.*the version of pipelinerl that wrote it"
-        ):
+        with pytest.raises(UserError, match=r"(?s)sampling\.top_p = 1\.0: no such field.*the version of pipelinerl that"):
             attempt()
 
 

@@ -54,9 +54,6 @@ def gym_reference(family: str, seed: int = 3, **config: Any) -> dict[str, Any]:
     return json.loads(json.dumps({"answer": entry["answer"], "dataset": family, "entry": entry}))
 
 
-# --- finding the answer
-
-
 @pytest.mark.parametrize(
     ("pattern", "completion", "answer"),
     [
@@ -83,9 +80,6 @@ def test_the_answer_is_the_group_of_the_last_match_outside_thoughts(pattern: str
     assert reward.find_answer(completion) == answer
     in_begun_thought = reward.find_answer(completion.replace("<think>", "", 1), "<think>\n")
     assert in_begun_thought == (answer if "</think>" in completion or not pattern else None)
-
-
-# --- exact and regex
 
 
 @pytest.mark.parametrize(
@@ -117,14 +111,9 @@ def test_exact_and_regex(scorer: Scorer, reference: str, answer: str | None, val
         (lambda: json_schema_scorer({}), '{"$ref": "https://example.org/schema"}', "refers to https://example.org/schema"),
     ],
 )
-def test_a_reference_that_cannot_be_used_is_not_a_wrong_answer(
-    make: Callable[[], Scorer], reference: dict[str, Any] | str, problem: str
-) -> None:
+def test_a_bad_reference_is_no_wrong_answer(make: Callable[[], Scorer], reference: dict[str, Any] | str, problem: str) -> None:
     with pytest.raises(BadReference, match=problem):
         make()(item("{}", reference))
-
-
-# --- math
 
 
 @pytest.mark.parametrize(
@@ -155,8 +144,6 @@ def test_the_recipe_that_asks_for_a_box_scores_nothing_else() -> None:
         scored = reward(RewardInput("", completion, reference={"answer": "42"}, **about))
         assert (scored.parts["answer"], scored.reason) == (value, "" if value else r"no closed \boxed{} in the answer")
 
-
-# --- JSON Schema
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 
@@ -356,9 +343,8 @@ def test_programs_that_hang_cost_their_tests_and_not_the_item(monkeypatch: pytes
 
 
 def test_json_schema_names_what_is_wrong_with_the_answer_and_a_bad_one_is_found_at_the_start() -> None:
-    reward = make_reward(
-        RewardConfig(scorer="json_schema", json_schema={"additionalProperties": {"type": "integer"}}), TaskConfig()
-    )
+    integers = RewardConfig(scorer="json_schema", json_schema={"additionalProperties": {"type": "integer"}})
+    reward = make_reward(integers, TaskConfig())
     half = score_item(reward, wire_item('{"\\ud800": "x"}', {}))
     assert (half.status, half.reward, "\ufffd" in half.message) == (verifier_pb2.VERIFY_STATUS_OK, 0.0, True)
     assert json_schema_scorer(POINT)(item('{"x": "one"}')).reason == "$.x: 'one' is not of type 'integer'"
@@ -395,9 +381,6 @@ def test_no_answer_gets_no_credit_and_an_unknown_family_names_near_ones() -> Non
     assert reasoning_gym_scorer("chain_sum")(item(None, gym_reference("chain_sum"))).value == 0.0
     with pytest.raises(FieldError, match=r"task\.name = 'chain_summ'.*did you mean chain_sum"):
         reasoning_gym_scorer("chain_summ")
-
-
-# --- overlong
 
 
 @pytest.mark.parametrize(
@@ -497,20 +480,13 @@ def compose(score: Score, *, graded: bool = False, **config: Any) -> ComposedRew
         ({"graded": True}, -3.0, -3.0),
     ],
 )
-def test_binary_keeps_full_answers_only_and_a_users_number_counts_as_it_is(
-    config: dict[str, Any], value: float, reward: float
-) -> None:
+def test_binary_keeps_full_answers_and_a_users_number_as_it_is(config: dict[str, Any], value: float, reward: float) -> None:
     assert compose(Score(value), **config)(item("x")).parts == {"answer": reward}
 
 
 def test_terms_add_up() -> None:
-    reward = compose(
-        Score(1.0),
-        correct=2.0,
-        format_pattern="<a>.*</a>",
-        format_weight=0.5,
-        overlong=OverlongConfig(buffer_tokens=20, penalty=0.4),
-    )
+    overlong = OverlongConfig(buffer_tokens=20, penalty=0.4)
+    reward = compose(Score(1.0), correct=2.0, format_pattern="<a>.*</a>", format_weight=0.5, overlong=overlong)
     full = reward(item("<a>7</a>\n", completion_tokens=90, max_tokens=100))
     assert full.parts == pytest.approx({"answer": 2.0, "format": 0.5, "overlong": -0.2})
     assert full.value == pytest.approx(2.3)
@@ -552,10 +528,7 @@ def test_a_reward_that_is_not_finite_is_no_wrong_answer(value: float, graded: bo
 def test_a_reward_or_a_term_beyond_the_bound_fails_by_name(parts: dict[str, float], max_abs: float) -> None:
     with pytest.raises(BadReward, match=rf"one of its terms exceeds reward\.max_abs \({max_abs:g}\): answer\.a = "):
         compose(Score(sum(parts.values()), parts=parts), graded=True, max_abs=max_abs)(item("x"))
-
-
-def test_the_bound_itself_is_a_reward() -> None:
-    assert compose(Score(-1e4), graded=True)(item("x")).value == -1e4
+    assert compose(Score(-max_abs), graded=True, max_abs=max_abs)(item("x")).value == -max_abs, "the bound itself is one"
 
 
 def test_the_form_of_r1_matches_a_completion_of_several_lines() -> None:
@@ -638,9 +611,7 @@ def test_a_function_of_trl_is_taken_as_it_is(foreign: Callable[..., Scorer]) -> 
 
 
 @pytest.mark.parametrize(("name", "said"), [("tokens", "completion_ids"), ("other", "tokenizer")])
-def test_a_foreign_function_that_wants_what_is_not_here_is_refused(
-    foreign: Callable[..., Scorer], name: str, said: str
-) -> None:
+def test_a_foreign_function_that_wants_what_is_absent_is_refused(foreign: Callable[..., Scorer], name: str, said: str) -> None:
     with pytest.raises(BadReference, match=f"row: has no {said}, which foreign_rewards:{name} takes"):
         foreign(name)(asked("4"))
 
@@ -684,10 +655,8 @@ def test_reference_that_is_not_a_json_object(text: str) -> None:
 def test_finish_reason_and_lengths_reach_the_function() -> None:
     seen: list[RewardInput] = []
     reward = ComposedReward(RewardConfig(), lambda got: seen.append(got) or Score(1.0))
-    score_item(
-        reward,
-        wire_item("x", {}, completion_tokens=7, max_tokens=9, finish_reason=sequence_pb2.FINISH_REASON_LENGTH, prompt_text="p"),
-    )
+    cut = {"completion_tokens": 7, "max_tokens": 9, "finish_reason": sequence_pb2.FINISH_REASON_LENGTH}
+    score_item(reward, wire_item("x", {}, prompt_text="p", **cut))
     assert seen == [RewardInput("p", "x", "x", {}, completion_tokens=7, max_tokens=9, finish_reason="length", sequence_id="s")]
 
 

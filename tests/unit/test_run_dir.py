@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
-from pipelinerl.run_dir import RunDir, create_run_dir, new_place, trainer_starts, write_json
+from pipelinerl.run_dir import RunDir, create_run_dir, new_place, trainer_starts
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -63,9 +63,7 @@ def test_a_new_folder_says_which_run_it_is_of() -> None:
         ([], {"name": "bad name/x", "path": "new"}, "--name = 'bad name/x': use 1-40"),
     ],
 )  # fmt: skip
-def test_a_folder_or_name_that_cannot_be_used_is_refused_with_the_fix(
-    made: list[str], given: dict[str, str], said: str
-) -> None:
+def test_an_unusable_folder_or_name_is_refused_with_the_fix(made: list[str], given: dict[str, str], said: str) -> None:
     for name in made:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
@@ -90,13 +88,10 @@ def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch: pyt
         create_run_dir("arithmetic", NOW, first_checkpoint_bytes=10**18)
     monkeypatch.setattr("pipelinerl.run_dir.LEAST_FREE_BYTES", 10**18)
     for given in ({}, {"name": "new"}, {"path": Path("deep/new")}):
-        with pytest.raises(
-            FieldError, match=r"--run-dir = .*: its disk has [0-9,]+ MB free, but a run needs at least 1,000,000,000,000 MB"
-        ):
+        with pytest.raises(FieldError, match=r"--run-dir = .*: its disk has [0-9,]+ MB free, but a run needs at least 1,000,"):
             create_run_dir("arithmetic", NOW, **given)  # type: ignore[arg-type]
-    assert sorted(path.name for path in Path().rglob("*") if path.is_dir() and path.parent.name != "mine") == sorted(
-        ["runs", "mine", "step-3", "resume"]
-    )
+    made = [path.name for path in Path().rglob("*") if path.is_dir() and path.parent.name != "mine"]
+    assert sorted(made) == ["mine", "resume", "runs", "step-3"]
 
 
 def test_what_never_came_to_training_does_not_block_its_name_unless_it_goes_on() -> None:
@@ -118,13 +113,6 @@ def test_what_never_came_to_training_does_not_block_its_name_unless_it_goes_on()
     (elsewhere / "kept").rename(elsewhere / "run.json")
     with pytest.raises(FieldError, match="holds other files"):
         create_run_dir("arithmetic", NOW, path=elsewhere)
-
-
-def test_json_is_replaced_whole(tmp_path: Path) -> None:
-    write_json(tmp_path / "pids.json", {"trainer": 1})
-    write_json(tmp_path / "pids.json", {"trainer": 2})
-    assert json.loads((tmp_path / "pids.json").read_text()) == {"trainer": 2}
-    assert [path.name for path in tmp_path.iterdir()] == ["pids.json"]
 
 
 def test_a_damaged_lineage_tells_no_starts(tmp_path: Path) -> None:

@@ -31,24 +31,21 @@ from tests.support.learner import (
 from tests.unit.builders import make_episode, make_group, make_sequence
 
 
-def groups_of(lengths: list[tuple[int, int]], size: int) -> list[TrainingGroup]:
+def groups_of_two(lengths: list[tuple[int, int]]) -> list[TrainingGroup]:
     sequences = sequences_of(lengths)
     spans = (VersionSpan(0, 0, 1), VersionSpan(1, 1, lengths[2][1]))
     sequences[2] = replace(sequences[2], spans=spans)
-    return [group_of(sequences[begin : begin + size]) for begin in range(0, len(sequences), size)]
-
-
-# Weights
+    return [group_of(sequences[begin : begin + 2]) for begin in range(0, len(sequences), 2)]
 
 
 def test_the_first_sequence_and_one_that_spans_versions_are_sampled() -> None:
-    groups = groups_of([(3, 2), (1, 9), (1, 4), (4, 1)], size=2)
+    groups = groups_of_two([(3, 2), (1, 9), (1, 4), (4, 1)])
     assert [one.sequence_id for one in sampled_sequences(groups)] == ["g.0", "g.2"]
     assert [one.sequence_id for one in sampled_sequences(groups[:1])] == ["g.0", "g.1"]
     assert [one.sequence_id for one in sampled_sequences([group_of(sequences_of([(1, 1)]))])] == ["g.0"]
 
 
-SINGLE_TURNS = groups_of([(2, 9), (5, 3), (1, 4), (4, 17), (3, 2), (6, 8)], size=2)
+SINGLE_TURNS = groups_of_two([(2, 9), (5, 3), (1, 4), (4, 17), (3, 2), (6, 8)])
 OF_EPISODES = [group_of([one]) for one in episodes_of(EPISODES[1:])]
 
 
@@ -103,9 +100,6 @@ def test_weights_that_overflow_are_infinite() -> None:
     assert outcome[SAMPLED_WEIGHTS]["g.0"].tolist() == [math.inf, math.inf]
 
 
-# Pieces
-
-
 @pytest.fixture(scope="module")
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level, one token for each byte, and a few words; the way of GPT-2, Llama 3 and Qwen."""
@@ -147,12 +141,8 @@ def test_pieces_are_those_of_the_text(
     failing = letters_tokenizer()
     for _ in range(2):
         assert token_pieces(failing, -two, "nn", 100) is None
-    assert [one.getMessage() for one in caplog.records] == [
-        "samples are written without their tokens because the tokenizer fails"
-    ]
-
-
-# Lines
+    (warning,) = [one.getMessage() for one in caplog.records]
+    assert warning == "samples are written without their tokens because the tokenizer fails"
 
 
 def trained(step: int, *about: Any) -> Sample:
@@ -175,9 +165,8 @@ def test_a_trained_sample_has_text_version_and_weight_of_each_token() -> None:
 
 def test_a_sample_of_an_episode_has_its_turns_and_what_it_observed_branch_by_branch() -> None:
     """Turn ab, observation ca, turn b, and a branch that saw cc and said a; versions 6 and 7 sampled."""
-    one = make_episode(
-        make_group(), 0, prompt_token_ids=np.array([2, 2], np.int32), completion_token_ids=np.array([0], np.int32)
-    )
+    ids = {"prompt_token_ids": np.array([2, 2], np.int32), "completion_token_ids": np.array([0], np.int32)}
+    one = make_episode(make_group(), 0, **ids)
     spans = (VersionSpan(6, 0, 1), VersionSpan(7, 1, 2), VersionSpan(7, 4, 5))
     tokens = np.array([0, 1, 2, 0, 1], np.int32)
     one = replace(one, prompt_token_ids=tokens[:3], completion_token_ids=tokens, spans=spans, prompt_text="the problem")
@@ -202,10 +191,8 @@ def test_a_sample_of_an_episode_has_its_turns_and_what_it_observed_branch_by_bra
     assert {(part.get("tokens"), part.get("weights")) for own in bare["branches"] for part in own["parts"]} == {(None, None)}
     assert [[part["text"] for part in own["parts"]] for own in bare["branches"]] == [["ab", "ca", "b"], ["a"]]
     without = trained(8, one, None, None)["branches"]
-    assert [[(part["text"], part.get("tokens")) for part in own["parts"]] for own in without] == [
-        [("", None)] * 3,
-        [("", None)],
-    ]
+    texts = [[(part["text"], part.get("tokens")) for part in own["parts"]] for own in without]
+    assert texts == [[("", None)] * 3, [("", None)]]
 
 
 def test_of_a_long_completion_the_first_tokens_are_written() -> None:

@@ -141,9 +141,7 @@ def test_equally_many_ranks_go_on_exactly_as_if_never_stopped(traces: tuple[Trac
 @pytest.mark.parametrize(
     ("before", "after", "case"), [*((1, 2, case) for case in CASES), *((2, 1, case) for case in CASES), (4, 1, HYBRID)]
 )
-def test_other_numbers_of_ranks_go_on_from_the_same_state(
-    traces: tuple[Traces, Traces], before: int, after: int, case: str
-) -> None:
+def test_another_number_of_ranks_resumes_the_state(traces: tuple[Traces, Traces], before: int, after: int, case: str) -> None:
     saved, resumed = traces
     first, second = saved[before][0][f"{before} {case}"], resumed[after][0][f"{before} {case}"]
     assert first.weights.keys() == second.weights.keys()

@@ -186,9 +186,8 @@ class Scripted(verifier_pb2_grpc.VerifierServiceServicer):
                 raise FieldError("items.0.task", "x", "use y")
             case "abort":
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
-        return verifier_pb2.VerifyResponse(
-            results=[verifier_pb2.VerifyResult(reward=len(item.completion_text)) for item in request.items]
-        )
+        results = [verifier_pb2.VerifyResult(reward=len(item.completion_text)) for item in request.items]
+        return verifier_pb2.VerifyResponse(results=results)
 
 
 def register(server: aio.Server) -> None:
@@ -214,7 +213,7 @@ async def verify(port: int, sequence_id: str, text: str = "") -> verifier_pb2.Ve
         ("abort", grpc.StatusCode.RESOURCE_EXHAUSTED, "full"),
     ],
 )
-async def test_error_in_a_handler_becomes_a_status(
+async def test_an_error_in_a_handler_becomes_a_status(
     kind: str, code: grpc.StatusCode, details: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve_grpc(register, [NAME], HOST, 0) as port:
@@ -297,9 +296,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
     return monkeypatch
 
 
-def test_settings_come_from_the_environment_and_every_wrong_variable_is_named_an_empty_host_too(
-    environment: pytest.MonkeyPatch,
-) -> None:
+def test_settings_come_from_the_environment_and_every_wrong_variable_is_named(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("PIPELINERL_WORKERS", "0")
     with pytest.raises(UserError) as raised:
         read_settings(SmallSettings)

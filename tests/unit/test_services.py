@@ -89,9 +89,6 @@ def test_the_trainers_page_keeps_its_port_over_restarts(launches: ServiceLaunche
         assert page(0, again) == page(port, again) == (True, 0), "somebody else has it now"
 
 
-# Restarts
-
-
 @pytest.mark.parametrize(
     ("exit_code", "served", "delays_s"),
     [
@@ -119,9 +116,6 @@ def test_deaths_are_counted_in_a_row_until_the_run_gets_further_or_the_process_l
     assert replace(row).in_a_row == 0, "each service counts its own"
 
 
-# Stopping
-
-
 @pytest.mark.parametrize(
     ("kind", "left_s", "within_s", "expected_s"),
     [
@@ -138,9 +132,6 @@ def test_the_time_to_stop_is_shared(kind: str, left_s: float, within_s: float, e
     assert grace_s(kind, left_s, within_s) == expected_s
 
 
-# Temporary files
-
-
 @pytest.mark.parametrize(
     ("mode", "environment", "kept"),
     [
@@ -151,9 +142,7 @@ def test_the_time_to_stop_is_shared(kind: str, left_s: float, within_s: float, e
         (0o700, {"GLOO_SOCKET_IFNAME": "eth7"}, True),
     ],
 )
-def test_services_have_temporary_files_of_their_own_and_keep_what_is_compiled_where_nobody_else_writes(
-    mode: int, environment: dict[str, str], kept: bool, tmp_path: Path
-) -> None:
+def test_compiled_code_is_kept_where_only_we_write(mode: int, environment: dict[str, str], kept: bool, tmp_path: Path) -> None:
     folder, cache = tmp_path / "temporary", tmp_path / "cache"
     folder.mkdir()
     (cache / COMPILED).mkdir(parents=True)
@@ -178,9 +167,6 @@ def test_a_user_without_a_home_has_temporary_files_too(tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-# Threads
-
-
 @pytest.mark.parametrize(
     ("cores", "actors", "given", "plan"),
     [
@@ -199,9 +185,7 @@ def test_a_user_without_a_home_has_temporary_files_too(tmp_path: Path, monkeypat
         (8, 2, {"take_turns": True, "trainer_threads": 6, "engine_threads": 1}, ThreadPlan(trainer=6, engine=1)),
     ],
 )
-def test_both_sides_share_the_cores_or_take_turns_on_all_and_the_recipes_own_numbers_are_taken(
-    cores: int, actors: int, given: dict[str, Any], plan: ThreadPlan
-) -> None:
+def test_trainer_and_engine_share_cores_or_take_turns(cores: int, actors: int, given: dict[str, Any], plan: ThreadPlan) -> None:
     assert plan_threads(cores, actors, **given) == plan
 
 

@@ -68,9 +68,8 @@ def test_actors_that_outrun_the_trainer_idle_instead_of_making_data_old() -> Non
 
 def test_a_conventional_phase_by_hand() -> None:
     """G = 2 steps of 4 on 2 accelerators of 2 slots: 8 sequences of 4 tokens in 8 decode steps, then twice 16 tokens in 8."""
-    recipe = one_at_a_time(
-        4, slots=2, group_size=2, mode="conventional", algorithm={"advantage": "value", "conventional_g": 2, "max_lag": None}
-    )
+    algorithm = {"advantage": "value", "conventional_g": 2, "max_lag": None}
+    recipe = one_at_a_time(4, slots=2, group_size=2, mode="conventional", algorithm=algorithm)
     counted = simulated(recipe, Timing(EVEN, training=1.0), num_actors=2, num_ranks=2, warmup_steps=2, steps=4)
     assert (counted.duration, counted.lag_histogram) == (pytest.approx(2 * (8 + 16)), {0: 32, 1: 32})
     assert (counted.actor_idle, counted.trainer_idle) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
@@ -103,15 +102,8 @@ def test_what_is_overtaken_is_dropped_by_its_length_and_replaced() -> None:
 def test_pipeline_agrees_with_the_closed_form_whichever_side_is_slower(num_actors: int, num_ranks: int) -> None:
     recipe = one_at_a_time(128, slots=64, algorithm={"advantage": "value", "max_lag": None})
     lengths = Lengths.of_bars([(1, 1000, 1.0)])
-    counted = simulated(
-        recipe,
-        Timing(PAPER_CURVE, PAPER_TRAINING_TIME),
-        lengths,
-        num_actors=num_actors,
-        num_ranks=num_ranks,
-        warmup_steps=40,
-        steps=40,
-    )
+    numbers = {"num_actors": num_actors, "num_ranks": num_ranks, "warmup_steps": 40, "steps": 40}
+    counted = simulated(recipe, Timing(PAPER_CURVE, PAPER_TRAINING_TIME), lengths, **numbers)
     closed = split(PAPER_CURVE, PAPER_TRAINING_TIME, lengths, 128, 64, num_actors, num_ranks)
     assert counted.rate == pytest.approx(closed.rate, rel=0.01)
     idle_side = counted.trainer_idle if closed.generation < closed.training else 0.0
@@ -120,9 +112,7 @@ def test_pipeline_agrees_with_the_closed_form_whichever_side_is_slower(num_actor
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), pipeline=st.booleans(), group_size=st.integers(1, 4), slots=st.integers(1, 12))
-def test_whatever_runs_loses_nothing_and_is_no_faster_than_either_side(
-    data: st.DataObject, pipeline: bool, group_size: int, slots: int
-) -> None:
+def test_no_run_loses_anything_or_outruns_a_side(data: st.DataObject, pipeline: bool, group_size: int, slots: int) -> None:
     """Whole runs, from their first step to their last."""
     draw = data.draw
     steps = draw(st.integers(1, 12), "steps")

@@ -66,14 +66,10 @@ def test_what_names_no_sampled_trace_is_followed_by_nothing(headers: dict[str, s
 def test_attributes_have_the_names_of_the_conventions() -> None:
     ours = {*a.messaging("send", "s", "m", 1), *a.rpc("m"), a.RPC_STATUS}
     ours |= {a.INPUT_TOKENS, a.OUTPUT_TOKENS, a.FINISH_REASONS, a.CHOICES}
-    theirs = {
-        v for m in (gen_ai_attributes, messaging_attributes, rpc_attributes) for v in vars(m).values() if isinstance(v, str)
-    }
+    conventions = (gen_ai_attributes, messaging_attributes, rpc_attributes)
+    theirs = {value for module in conventions for value in vars(module).values() if isinstance(value, str)}
     assert ours <= theirs
     assert a.STATUS == "pipelinerl.verify.status"
-
-
-# --- the trainer
 
 
 def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained_it() -> None:
@@ -92,9 +88,8 @@ def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained
     (trained,), (step,) = spans.named("sequence.train"), spans.named("step.train")
     assert spans.way(trained) == ["group.issue", "sequence.receive", "sequence.train"]
     assert step.parent is None
-    assert {link.context.span_id for link in step.links} == {
-        span.context.span_id for span in spans.named("sequence.receive") if span.context
-    }
+    received = {span.context.span_id for span in spans.named("sequence.receive") if span.context}
+    assert {link.context.span_id for link in step.links} == received
     assert [link.context.span_id for link in trained.links] == [step.context.span_id]
     assert (trained.attributes[a.OUTCOME], trained.attributes[a.VERSION]) == ("trained", 8)
     stale = spans.named("sequence.end")
@@ -110,17 +105,10 @@ async def test_nothing_travels_where_there_is_nothing_to_follow(sampled: Abstrac
     assert delivery.headers == NO_HEADERS
 
 
-# --- the actor
-
-
-async def headers_of_log(bus: Bus, count: int) -> list[dict[str, str]]:
-    found = []
+async def headers_of_two(bus: Bus) -> list[dict[str, str]]:
+    """Those of the log's first two sequences."""
     async with asyncio.timeout(60), bus.read_sequences(1) as entries:
-        async for entry in entries:
-            found.append(dict(entry.headers))
-            if len(found) == count:
-                break
-    return found
+        return [dict((await anext(entries)).headers) for _ in range(2)]
 
 
 @pytest.mark.parametrize("headers", [NO_HEADERS, {"traceparent": "garbage"}])
@@ -129,7 +117,7 @@ async def test_an_untraced_or_malformed_group_is_generated_without_spans(headers
         async with actor_stage() as one:
             group = make_group()
             await one.bus.publish_prompt(encode_group(group), group.group_id, headers)
-            assert await headers_of_log(one.bus, 2) == [{}, {}]
+            assert await headers_of_two(one.bus) == [{}, {}]
     assert spans.all == ()
 
 
@@ -144,19 +132,13 @@ async def test_who_goes_on_with_a_group_follows_the_same_trace() -> None:
             await first.until(lambda: first.engine.running == 2)
             await first.leave()
             second.gate.serve(PolicyVersion(1, 0))
-            await headers_of_log(second.bus, 2)
+            await headers_of_two(second.bus)
             await second.until(lambda: len(second.held) == 0)
     generated = spans.named("sequence.generate")
     assert [spans.way(span) for span in generated] == [["group.issue", "sequence.generate"]] * 4
     carried = [(span.attributes or {}).get(a.CARRIED_TOKENS) for span in generated]
     assert carried == [None, None, 2, 2]
     assert [event.name for span in generated[:2] for event in span.events] == ["interrupted"] * 2
-
-
-# --- the verifier
-
-
-# --- weight updates
 
 
 async def test_an_eviction_stays_in_the_updates_trace() -> None:

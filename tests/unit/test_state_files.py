@@ -34,8 +34,8 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
 
 
-def written(path: Path, trained: Learner | None = None) -> Path:
-    one = trained or learner()
+def written(path: Path) -> Path:
+    one = learner()
     one.step(one.prepare([GROUP], 0))
     write_state(stage(one), path, None)
     return path
@@ -53,7 +53,7 @@ def test_a_learner_that_was_never_stepped_comes_back_as_new(tmp_path: Path) -> N
     assert same(learner_state(one), learner_state(other))
 
 
-def test_what_is_stored_has_its_name_and_is_float32(tmp_path: Path) -> None:
+def test_what_is_stored_has_its_name_and_is_float32() -> None:
     staged = stage(learner(dtype=torch.bfloat16, num_hidden_layers=1))
     layer = "model.model.layers.0.mlp.up_proj.weight"
     assert {f"{kind}/{layer}" for kind in ("weight", "exp_avg", "exp_avg_sq", "step")} <= staged.keys()
@@ -88,9 +88,6 @@ def test_a_second_save_beside_the_first_is_our_own_mistake(tmp_path: Path) -> No
     saver.end()
 
 
-# --- folders that are no state ---------------------------------------------------------------------------------------
-
-
 def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(FieldError, match=r"checkpoint = '.*': has no complete trainer state .*\.metadata"):
@@ -106,9 +103,7 @@ def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
         ({"lora": LoraConfig(rank=2)}, r"has no weight/\S+lora_A\S+, which"),
     ],
 )
-def test_a_state_of_another_model_is_refused_by_the_first_weight_that_differs(
-    tmp_path: Path, other: dict[str, Any], told: str
-) -> None:
+def test_a_state_of_another_model_is_refused_by_its_first_weight(tmp_path: Path, other: dict[str, Any], told: str) -> None:
     folder = written(tmp_path / "state")
     with pytest.raises(FieldError, match=told) as raised:
         restore(learner(**other), folder)
@@ -127,9 +122,6 @@ def test_a_damaged_state_is_told_of(tmp_path: Path, name: str, keep: int | None,
         os.truncate(folder / name, keep)
     with pytest.raises(ServiceError, match=f"the state in {folder} is damaged: {told}"):
         restore(learner(), folder)
-
-
-# --- disks that do not take it ---------------------------------------------------------------------------------------
 
 
 def full_disk(folder: Path, rank: int) -> Path:

@@ -38,9 +38,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 @pytest.mark.parametrize("unfit", [False, True], ids=["", "a parameter does not fit"])
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_snapshot_is_taken_between_two_steps(
-    device: Device, waits: bool, unfit: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_comes_between_steps(device: Device, waits: bool, unfit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"a": torch.ones(8), "b": torch.ones(8)}
     sender = WeightSender(describe(weights.items()), placement=device.placement("snapshots"))
     if not waits:
@@ -146,9 +144,7 @@ class CopyingLoader(KeepingLoader):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-async def test_decoding_and_loading_meet_only_where_both_have_waited(
-    device: Device, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_decoding_and_loading_meet_when_both_waited(device: Device, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "on_device", lambda _: device.placement("loading"))
     if not waits:
         monkeypatch.setattr(Stream, "synchronize", NO_WAIT)

@@ -178,9 +178,8 @@ def test_closing_lines(tmp_path: Path) -> None:
     assert f"report             {tmp_path}/report.html" in text
     assert "pipelinerl doctor" not in text
     assert f"checkpoint         {tmp_path}/checkpoint" in text
-    note, grave = (
-        Finding("x", gravity, "all of 3 steps", "reward.scorer", "check it", meaning="Bad") for gravity in ("note", "grave")
-    )
+    of_reward = ("all of 3 steps", "reward.scorer", "check it")
+    note, grave = (Finding("x", gravity, *of_reward, meaning="Bad") for gravity in ("note", "grave"))
     told = closing_lines(summary_from_metrics(recipe(), records()), run, Ending(75.0), [grave, note])
     assert [line for line in told if line not in lines] == [
         "  GRAVE              Bad (all of 3 steps); reward.scorer: check it",

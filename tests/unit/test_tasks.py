@@ -35,10 +35,7 @@ def questions(source: ReasoningGymSource, split: Split, indices: range) -> list[
 
 
 def test_tasks_import_neither_reasoning_gym_nor_pyarrow() -> None:
-    code = (
-        "import sys, pipelinerl.tasks.source;"
-        "sys.exit(any(name in sys.modules for name in ('reasoning_gym', 'pyarrow', 'torch')))"
-    )
+    code = "import sys, pipelinerl.tasks.source; sys.exit(bool({'reasoning_gym', 'pyarrow', 'torch'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -101,9 +98,7 @@ def test_what_a_family_cannot_give_and_arguments_that_cannot_be_are_named(monkey
     for key, said in (("zzz", "chain_sum has no such argument; allowed: min_terms, max_terms, "), ("seed", "leave it out")):
         with pytest.raises(FieldError, match=rf"^task\.config\.{key} = 3: {said}"):
             sums(config={key: 3})
-    with pytest.raises(
-        FieldError, match=r"task\.config = .*simple_integration refuses it: Cannot choose from an empty sequence"
-    ):
+    with pytest.raises(FieldError, match=r"task\.config = .*simple_integration refuses it: Cannot choose from an empty"):
         ReasoningGymSource(TaskConfig(name="simple_integration", config={"operators": []}), 0)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)  # an import of it fails
     with pytest.raises(FieldError, match=r"task\.source = 'reasoning_gym': .*pip install 'pipelinerl\[local\]'"):
@@ -153,9 +148,7 @@ ROWS = [{"prompt": f"q{number}", "answer": number} for number in range(10)]
 
 
 @pytest.mark.parametrize(("suffix", "write"), [(".jsonl", write_jsonl), (".parquet", write_parquet)])
-def test_a_file_is_shuffled_per_epoch_and_what_the_seed_draws_is_held_out(
-    suffix: str, write: Callable[[Path, list[Any]], Path], tmp_path: Path
-) -> None:
+def test_a_file_is_shuffled_and_a_part_held_out(suffix: str, write: Callable[[Path, list[Any]], Path], tmp_path: Path) -> None:
     task = file_task(write(tmp_path / f"p{suffix}", [*ROWS, ROWS[0]]))
     drawn = []
     for seed in (0, 0, 1, 2, 3):
@@ -164,9 +157,8 @@ def test_a_file_is_shuffled_per_epoch_and_what_the_seed_draws_is_held_out(
         epochs = [[source.problem(Split.TRAIN, 8 * epoch + i).question for i in range(8)] for epoch in (0, 1)]
         assert [sorted([*epoch, *heldout]) for epoch in epochs] == [[f"q{number}" for number in range(10)]] * 2
         assert epochs[0] != epochs[1]
-        assert source.problem(Split.HELDOUT, 0) == Problem(
-            heldout[0], {"answer": heldout[0][1:], "row": {"prompt": heldout[0], "answer": int(heldout[0][1:])}}
-        )
+        row = {"prompt": heldout[0], "answer": int(heldout[0][1:])}
+        assert source.problem(Split.HELDOUT, 0) == Problem(heldout[0], {"answer": heldout[0][1:], "row": row})
         drawn.append(heldout)
     assert drawn[0] == drawn[1]
     assert len(set(map(frozenset, drawn))) > 1, "not the file's end"
@@ -272,9 +264,8 @@ MULTILINE = [{"prompt": f"q{number},\nnext line", "answer": number} for number i
 def test_files_of_other_forms_hold_the_same_problems(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     source = FileSource(file_task(tmp_path / name, heldout=1), seed=0)
-    assert [(one.question, one.reference["answer"]) for one in source.problems] == [
-        (f"q{number},\nnext line", str(number)) for number in range(4)
-    ]
+    found = [(one.question, one.reference["answer"]) for one in source.problems]
+    assert found == [(f"q{number},\nnext line", str(number)) for number in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -283,21 +274,17 @@ def test_files_of_other_forms_hold_the_same_problems(name: str, content: bytes, 
         (
             "p.csv",
             b"prompt;answer\nq;1\nq;1;2\n",
-            "p.csv, line 3: has 3 values, but the header has 2 columns; quote values that contain the separator ';'",
+            "p.csv, line 3: has 3 values, but the header has 2 columns; quote values that",
         ),
         ("p.csv", b'prompt,answer\n"a\nb",1\nq\n', "p.csv, line 4: has 1 values, but the header has 2 columns"),
         (
             "p.csv",
             b"prompt,answer\n\xe9,1\n",
-            "p.csv, line 2: not UTF-8: invalid continuation byte (0xe9) at byte 1; save it as UTF-8, or convert it: iconv -f "
-            "WINDOWS-1252 -t UTF-8",
+            "p.csv, line 2: not UTF-8: invalid continuation byte (0xe9) at byte 1; save it as",
         ),
+        ("p.csv", b"prompt,answer\n\xe9,1\n", "or convert it: iconv -f WINDOWS-1252 -t UTF-8"),
         ("p.csv", b"\xef\xbb\xbfpr\xe9,answer\n", "p.csv, line 1: not UTF-8: invalid continuation byte (0xe9) at byte 6; save"),
-        (
-            "p.csv",
-            "prompt,answer\nq,1\n".encode("utf-16"),
-            "p.csv, line 1: not UTF-8: invalid start byte (0xff) at byte 1; save",
-        ),
+        ("p.csv", "prompt,answer\nq,1\n".encode("utf-16"), "p.csv, line 1: not UTF-8: invalid start byte (0xff) at byte 1"),
         ("p.jsonl", '{"prompt": "q"}\n'.encode("utf-16"), "or convert it: iconv -f UTF-16 -t UTF-8"),
         ("p.json", b'[{"prompt": "\xe9"}]', "p.json: not a JSON array: not UTF-8: invalid continuation byte (0xe9) at byte 14"),
         ("p.csv", b"prompt,prompt\nq,1\n", "p.csv: its header has a column twice: prompt, prompt"),
@@ -379,9 +366,7 @@ def test_rows_as_dapo_and_verl_have_them_in_parquet(tmp_path: Path) -> None:
     assert FileSource(file_task(path, **{**nested, "answer_field": "a.b"}), seed=0).problems[0].reference["answer"] == "plain"
     filled = file_task(path, **nested, prompt_template="{reward_model.ground_truth}, {{a}} {} \\frac{1}{2}")
     assert FileSource(filled, seed=0).problems[0].question == "1, {a} {} \\frac{1}{2}"
-    with pytest.raises(
-        FieldError, match=r"task\.answer_field = 'reward_model\.truth': .*reward_model\.ground_truth, reward_model"
-    ):
+    with pytest.raises(FieldError, match=r"task\.answer_field = 'reward_model\.truth': .*reward_model\.ground_truth, reward"):
         FileSource(file_task(path, **{**nested, "answer_field": "reward_model.truth"}), seed=0)
     with pytest.raises(UserError, match=r"row 1: field 'reward_model' is .* such as field 'reward_model\.ground_truth'"):
         FileSource(file_task(path, **{**nested, "answer_field": "reward_model"}), seed=0)

@@ -22,8 +22,6 @@ from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from tests.support.learner import group_of, model_of, sequences_of
 
-# Over a run
-
 
 def step(compute_s: float, trained: int, computed: int, **more: Any) -> dict[str, Any]:
     return {"step_s": {"compute": compute_s}, "tokens_trained": trained, "tokens_computed": computed, **more}
@@ -35,9 +33,6 @@ def test_totals_of_a_checkpoint_are_those_that_were_saved() -> None:
     totals.add_step(record)
     totals.add_events(record)
     assert RunTotals.from_state(json.loads(json.dumps(asdict(totals)))) == totals
-
-
-# Phases
 
 
 def test_phases_add_up_and_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +89,6 @@ def test_what_the_device_has_not_finished_is_counted_with_the_next_step() -> Non
     assert timer.take() == {"optimizer": 1.0}
 
 
-# Measured
-
-
 def test_a_step_of_the_learner_tells_its_phases_and_flops() -> None:
     """A layer has q and o 2 · 32 · 32, k and v 2 · 32 · 16, three of 32 · 48: 7680 weights; head 32 · 23; 4 · 32 a pair.
 
@@ -121,9 +113,7 @@ def test_a_step_of_the_learner_tells_its_phases_and_flops() -> None:
         assert figures["mfu"] == pytest.approx(learner.prepare([group], 2).flops / (seconds * 1e12))
 
 
-def test_memory_of_the_process_rises_with_what_it_holds_and_without_a_peak_in_its_status_the_system_is_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_memory_peak_rises_with_what_the_process_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before, resident = take_memory_peak(torch.device("cpu")), _status_kib("VmRSS") * 1024
     held = np.ones(before - resident + 2**26, dtype=np.uint8)
     assert take_memory_peak(torch.device("cpu")) >= before + 2**25

@@ -100,9 +100,7 @@ def test_weights_that_are_not_finite_give_no_figures_and_count_as_off(broken: fl
     figures = token_figures([statistics(np.zeros((4, 1)), np.zeros(1, np.int64), np.zeros(1)), part], TOTALS, [6], 6)
     assert [figures[name] for name in ("ess", "mismatch_kl", "log_weight_abs_max")] == [None, None, None]
     assert (figures["ess_by_lag"], figures["clip_fraction_by_lag"], figures["clip_fraction"]) == ({}, {}, pytest.approx(1 / 6))
-    assert part.actors.tolist() == [[3, 2], [0, 0], [1, 1]], (
-        "0.1 is below the bound of 0.5, and the token of lag 1 does not count"
-    )
+    assert part.actors.tolist() == [[3, 2], [0, 0], [1, 1]], "0.1 is below the bound of 0.5, and only lag 0 counts"
     assert part.reported.tolist() == [[0.0, pytest.approx(0.1)], [3.0, pytest.approx(-0.7)]]
 
 
@@ -119,11 +117,9 @@ def test_a_rank_reports_as_much_however_many_tokens_it_has() -> None:
         return sum(array.nbytes for array in vars(part).values())
 
     def batch_of(tokens: int) -> Any:
-        lags, one = np.arange(tokens) % 9, np.array([0])
-        index = np.zeros(tokens, np.int64)
-        return SimpleNamespace(
-            lags=lags, advantages=np.ones(tokens, np.float32), actors=one, reported=one - 1, branch_index=index
-        )
+        lags, one, index = np.arange(tokens) % 9, np.array([0]), np.zeros(tokens, np.int64)
+        returns = np.ones(tokens, np.float32)
+        return SimpleNamespace(lags=lags, advantages=returns, actors=one, reported=one - 1, branch_index=index)
 
     assert num_bytes(20_000) == num_bytes(20) < 1000
 

@@ -182,9 +182,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == trackers_module.log.name]
 
 
-async def test_a_tracker_that_hangs_holds_nobody_up_and_is_abandoned_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_tracker_that_hangs_is_abandoned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(trackers_module, "FLUSH_STOPPED_S", 0.01)
     tracker = FakeTracker()
     tracker.go.clear()
@@ -196,15 +194,11 @@ async def test_a_tracker_that_hangs_holds_nobody_up_and_is_abandoned_at_the_end(
         await trackers.close()
         assert (thread.lost, tracker.took) == (500, [])
         first, last = warnings(caplog)
-    assert first == (
-        "tracker fake did not finish in time at the run's end, and is abandoned; training goes on without waiting for it"
-    )
+    assert first.startswith("tracker fake did not finish in time at the run's end, and is abandoned; training goes on")
     assert last == "tracker fake: 500 of 500 points did not reach it"
 
 
-async def test_a_tracker_that_is_slow_loses_the_oldest_points_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_slow_tracker_loses_old_points(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(trackers_module, "BACKLOG", 3)
     tracker = FakeTracker()
     tracker.go.clear()

@@ -45,10 +45,8 @@ async def test_readers_get_past_and_coming_steps_until_the_end() -> None:
     async with service(feed) as stub, asyncio.timeout(60):
         first = stub.StreamMetrics(trainer_pb2.StreamMetricsRequest(from_step=1))
         late = stub.StreamMetrics(trainer_pb2.StreamMetricsRequest(from_step=3))
-        assert [json.loads((await first.read()).json) for _ in range(2)] == [
-            {"step": 1, "loss": 0.5},
-            {"step": 2, "loss": None},
-        ]
+        told = [json.loads((await first.read()).json) for _ in range(2)]
+        assert told == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": None}]
         feed.add({"step": 3})
         assert ((await first.read()).step, (await late.read()).step) == (3, 3)
         feed.add(None)

@@ -22,9 +22,7 @@ from tests.unit.builders import RUN, accuracy_at, make_group, make_recipe, make_
 from tests.unit.trainer_fakes import FakeActor, FakeUpdater, serving, stop_during_step, training_run
 
 
-async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summary(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_stop_writes_the_summary_and_then_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Also if all actors are gone by then."""
     caplog.set_level("INFO")
     gone = asyncio.Event()
@@ -70,9 +68,7 @@ async def test_the_checkpoint_comes_behind_the_step_under_way_and_after_the_summ
     assert (tracked.finished, told["summary/steps"]) == (False, 1.0)  # type: ignore[attr-defined]
 
 
-async def test_a_step_that_takes_too_long_costs_the_checkpoint_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_step_that_takes_too_long_costs_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with training_run(tmp_path, settings={"stop_checkpoint_s": 0.1}) as (run, policy), asyncio.timeout(60):
         running = await stop_during_step(run, policy)
         await running
@@ -86,9 +82,7 @@ async def test_a_step_that_takes_too_long_costs_the_checkpoint_and_nothing_else(
 
 
 @pytest.mark.parametrize("linger", [False, True])
-async def test_a_run_that_is_stopped_before_its_first_version_has_no_checkpoint_and_does_not_linger(
-    tmp_path: Path, linger: bool
-) -> None:
+async def test_a_run_that_stops_before_its_first_version_has_no_checkpoint(tmp_path: Path, linger: bool) -> None:
     async with training_run(tmp_path, settings={"linger": linger}) as (run, policy), asyncio.timeout(60):
         stop = asyncio.Event()
         stop.set()
@@ -111,9 +105,7 @@ def gone(kind: str) -> None:
     raise RuntimeError("connection closed by peer")
 
 
-async def test_what_may_be_issued_follows_the_actors_that_are_registered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_may_be_issued_follows_the_registered_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # B = 4, n = 2, H = 6: A * (6 + 2) + 4 samples.
     changes = {"algorithm": {"max_lag": None}, "actor": {"sequences_in_progress": 6}}
     trainer = {"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64}
@@ -165,9 +157,7 @@ async def test_a_finished_trainer_answers_until_it_is_told_to_stop(tmp_path: Pat
 
 @pytest.mark.usefixtures("at_its_end")
 @pytest.mark.parametrize("lingers", [False, True])
-async def test_a_trainer_that_waits_for_actors_or_lingers_ends_with_an_error_when_a_rank_is_gone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, lingers: bool
-) -> None:
+async def test_an_idle_trainer_ends_with_a_lost_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture, lingers: bool) -> None:
     async with training_run(tmp_path, settings={"linger": lingers}) as (run, policy), asyncio.timeout(60):
         run.loop.version = policy.version = 4 if lingers else 0
         policy.num_ranks = 2
@@ -180,9 +170,7 @@ async def test_a_trainer_that_waits_for_actors_or_lingers_ends_with_an_error_whe
         assert raised.group_contains(RuntimeError, match="closed by peer")
 
 
-async def test_a_trainer_waits_for_actors_as_long_as_it_takes_if_it_lingers_or_some_are_starting(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_trainer_waits_for_actors_that_are_starting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = "0 of 1 actors registered in"
     async with training_run(tmp_path, settings={"linger": True}, weights=IMPATIENT) as (run, _), asyncio.timeout(60):
         stop = asyncio.Event()
@@ -220,9 +208,7 @@ async def test_a_trainer_that_starts_again_without_a_checkpoint_has_none_to_show
         assert run.recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_version") is None
 
 
-async def test_a_frozen_actor_keeps_nobody_waiting_and_each_is_asked_over_one_channel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_frozen_actor_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "LOAD_EVERY_S", 0.01)
     frozen, well = FakeActor(frozen=True), FakeActor()
     async with (

@@ -61,9 +61,9 @@ class Engine:
     workers: list[TransferWorker]
     loaders: list[KeepingLoader]
 
-    async def join(self, store: GroupStore, name: str, world: int, timeout_s: float = FOREVER_S) -> list[StagedWeights]:
+    async def join(self, store: GroupStore, name: str, world: int) -> list[StagedWeights]:
         group = GroupSpec(store.own_address, name, 1, world, "gloo", "127.0.0.1")
-        return await self.link.ask(Join(group, timeout_s))
+        return await self.link.ask(Join(group, FOREVER_S))
 
     async def receive(self, version: PolicyVersion = VERSION) -> list[StagedWeights]:
         return await self.link.ask(Receive(version, FOREVER_S))
@@ -101,9 +101,10 @@ async def send(group: WeightGroup, version: PolicyVersion = VERSION, weights: di
     return await asyncio.wrap_future(sender.broadcast(sender.snapshot(version, weights), group, SOON_S))
 
 
-async def until_checked_in(store: GroupStore, name: str) -> None:
-    """Rank 1 waits in the meeting."""
-    meeting = PrefixStore(name, open_store(GroupSpec(store.own_address, name, 1, 2, "gloo", "127.0.0.1"), SOON_S))
+async def until_checked_in(store: GroupStore) -> None:
+    """Rank 1 waits in the meeting of epoch 1."""
+    spec = GroupSpec(store.own_address, "epoch-1", 1, 2, "gloo", "127.0.0.1")
+    meeting = PrefixStore(spec.name, open_store(spec, SOON_S))
     while not await asyncio.to_thread(meeting.check, ["here/1"]):
         await asyncio.sleep(0.01)
 
@@ -137,7 +138,7 @@ async def test_discard_ends_a_join_at_once_the_next_join_works_and_a_second_disc
     store = GroupStore()
     async with engine(KeepingLoader()) as actor:
         joining = asyncio.create_task(actor.join(store, "epoch-1", 3))  # neither the trainer nor rank 2 ever comes
-        await until_checked_in(store, "epoch-1")
+        await until_checked_in(store)
         await actor.link.ask(Discard())
         with pytest.raises(GroupFailed, match="TransferAborted"):
             await joining
@@ -153,7 +154,7 @@ async def test_closing_ends_a_join_under_way() -> None:
     store = GroupStore()
     async with engine(KeepingLoader()) as actor:
         joining = asyncio.create_task(actor.join(store, "epoch-1", 2))
-        await until_checked_in(store, "epoch-1")
+        await until_checked_in(store)
         actor.workers[0].close()
         await asyncio.gather(joining, return_exceptions=True)  # an answer, if it was faster than the socket's end
         await until_no_thread("weights-_work")
@@ -196,8 +197,6 @@ async def test_nccl_is_refused_by_an_engine_without_a_gpu() -> None:
             await actor.link.ask(Join(GroupSpec("127.0.0.1:1", "epoch-1", 1, 2, "nccl"), 1.0))
 
 
-# --- transfers that break and go on -------------------------------------------------------------------------------------
-
 CONTENT = MANIFEST.content(VERSION)
 TOTAL_BYTES, THREE_CHUNKS = 5 * 12_032, 12_032 + 8_192
 """A tensor takes 12,032 bytes with padding, in chunks of 8,192 and 3,840 bytes."""
@@ -219,10 +218,10 @@ async def break_off(actor: Engine, store: GroupStore, at: int, name: str = "brok
 
 
 def loads(actor: Engine, weights: dict[str, Tensor] = WEIGHTS) -> bool:
-    return all(
-        loader.loaded.keys() == weights.keys() and all(torch.equal(loader.loaded[name], weights[name]) for name in weights)
-        for loader in actor.loaders
-    )
+    def holds(loaded: dict[str, Tensor]) -> bool:
+        return loaded.keys() == weights.keys() and all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+    return all(holds(loader.loaded) for loader in actor.loaders)
 
 
 @pytest.mark.parametrize("staging_buffers", [1, 2, 5])

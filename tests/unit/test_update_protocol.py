@@ -151,14 +151,8 @@ class RunningActor:
     async def register(
         self, process: str = "", ranks: int = 1, pod_uid: str = "", phase: RegistrationPhase = "joining"
     ) -> None:
-        registration = Registration(
-            actor=self.name,
-            process=process or self.process,
-            grpc_address=f"{self.name}:1",
-            ranks=ranks,
-            phase=phase,
-            pod_uid=pod_uid,
-        )
+        about = {"process": process or self.process, "ranks": ranks, "phase": phase, "pod_uid": pod_uid}
+        registration = Registration(actor=self.name, grpc_address=f"{self.name}:1", **about)
         await self.bus.put_member(self.name, registration.SerializeToString())
 
 
@@ -597,9 +591,7 @@ async def test_a_joiner_that_goes_while_it_is_being_told_of_its_version_does_not
         assert one.served("a")[-1] == 1
 
 
-async def test_an_engine_sleeps_until_the_trainer_leaves_the_gpu_and_serves_nothing_before_a_whole_version(
-    tmp_path: Path,
-) -> None:
+async def test_an_engine_sleeps_until_the_trainer_leaves_the_gpu(tmp_path: Path) -> None:
     engine, trainer = GpuTurn(tmp_path / "turn"), GpuTurn(tmp_path / "turn")
     await engine.take()
     async with stage() as one, asyncio.timeout(60):

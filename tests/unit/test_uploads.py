@@ -107,9 +107,6 @@ def test_a_url_that_cannot_be_is_refused_by_its_field(url: str, problem: str) ->
         recipe_from_data(data, "tiny")
 
 
-# --- of a run -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def at_its_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
@@ -118,9 +115,7 @@ def at_its_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.usefixtures("at_its_end")
-async def test_a_run_ends_when_its_model_is_uploaded_and_the_next_trainer_does_what_it_left(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_run_ends_when_its_model_is_uploaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, run_dir = tmp_path / "store", tmp_path / "run"
     (tmp_path / "store").touch()  # a file, where no folder can be made
     run_dir.mkdir()

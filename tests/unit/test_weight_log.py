@@ -105,11 +105,8 @@ def test_signs_of_zero_and_single_far_words_are_changes() -> None:
 
 
 def test_any_tool_reads_an_anchor(tmp_path: Path) -> None:
-    tensors = {
-        "a": torch.randn(7, 33).bfloat16(),
-        "b": torch.full((9000,), float("nan")).half(),
-        "c": torch.tensor([-0.0, 1, 2]),
-    }
+    halves, singles = torch.full((9000,), float("nan")).half(), torch.tensor([-0.0, 1, 2])
+    tensors = {"a": torch.randn(7, 33).bfloat16(), "b": halves, "c": singles}
     stream = pack(MIXED, tensors).numpy()
     data = joined(encode_anchor(MIXED, FIRST, torch.from_numpy(stream)))
     (tmp_path / "anchor").write_bytes(data.tobytes())

@@ -147,8 +147,8 @@ class FakeSnapshot(str):
 class FakePolicy:
     """The compute side. `calls` says what ran, on which thread; a step waits for `may_step`."""
 
-    def __init__(self, run_dir: Path = Path("nowhere"), *, skipped: str = "") -> None:
-        self.run_dir, self.skipped = run_dir, skipped
+    def __init__(self, run_dir: Path = Path("nowhere")) -> None:
+        self.run_dir, self.skipped = run_dir, ""
         self.calls: list[str] = []
         self.planned: list[int] = []
         self.prepared_ahead = threading.Event()
@@ -439,8 +439,8 @@ class Desk:
         while not condition():
             await asyncio.sleep(0)
 
-    async def until_lost(self, num_groups: int = 1) -> None:
-        await self.until(lambda: self.tracker.lost_groups >= num_groups)
+    async def until_lost(self) -> None:
+        await self.until(lambda: self.tracker.lost_groups > 0)
 
     def failed(self) -> dict[str, int]:
         return self.tracker.ledger.reasons(Outcome.FAILED)
