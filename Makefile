@@ -29,7 +29,7 @@ ARGS ?=
 PROTOS := $(wildcard proto/pipelinerl/v1/*.proto)
 SERVICE_PROTOS := $(addprefix proto/pipelinerl/v1/,actor.proto trainer.proto verifier.proto)
 
-.PHONY: help install run test cluster-check test-tools test-unit test-runner-v2 durations soak gpu-check check format proto benchmarks smollm2 adamw8bit test-adamw8bit test-trackers test-storage test-agent verifiers test-verifiers clean
+.PHONY: help install run test cluster-check test-tools test-unit test-runner-v2 durations soak gpu-check check format proto generate benchmarks smollm2 adamw8bit test-adamw8bit test-trackers test-storage test-agent verifiers test-verifiers clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -113,6 +113,18 @@ format: $(STAMP)  ## Format and fix what can be fixed
 proto: $(STAMP)  ## Regenerate pipelinerl/v1 from proto/
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. $(PROTOS)
 	@$(BIN)/python -m grpc_tools.protoc -I proto --grpc_python_out=. $(SERVICE_PROTOS)
+
+generate: proto  ## Regenerate everything that is made from code: stubs, references, dashboards, the chart's recipes and snapshots
+	@cp recipes/*.yaml deploy/helm/recipes/
+	@$(BIN)/python -m deploy.tools.recipe_schema --write
+	@$(BIN)/python -m deploy.tools.recipe_reference docs/recipe-fields.md
+	@$(BIN)/python -m deploy.tools.metrics_reference docs/metrics.md
+	@$(BIN)/python -m deploy.tools.figures_reference docs/run-directory.md
+	@$(BIN)/python -m deploy.tools.doctor_reference docs/doctor.md
+	@$(BIN)/python -m deploy.tools.values_reference docs/chart-values.md
+	@$(BIN)/python -m deploy.dashboards
+	@$(BIN)/python -m tests.chart.test_render
+	@$(BIN)/python -m benchmarks.table
 
 .PHONY: proto-check
 proto-check:
