@@ -156,7 +156,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
             f"{PLAN} 7B --lengths 64 --set actor.engine.gpu_memory_utilization=0.9",
             "mine: 2 problems\n  - actor.engine.gpu_memory_utilization = 0.9: vLLM needs at least 0.4 for weights",
         ),
-        (f"{PLAN} 7B --lengths 64", "--accelerators = 2: an actor needs 1 of them and the trainer 2; give more"),
+        (f"{PLAN} 7B --lengths 64", "--accelerators = 2: an actor needs 1 and the trainer needs 2; give at least 3"),
         ("report .", "has no recipe.yaml"),
         ("report nosuch", "RUN_DIR = 'nosuch': there is no such folder; give the folder of a run"),
         ("report p.jsonl", "is a file; give the folder of a run"),
