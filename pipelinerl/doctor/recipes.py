@@ -226,8 +226,7 @@ def problems(view: SetView) -> Rows:
 
 
 def _odd(texts: Sequence[str], num: int, share: float, least: int = 1) -> str:
-    """Return as evidence how many of `num` texts are odd, and the first of them. Return an empty text if fewer than `share`, or
-    fewer than `least`, are odd."""
+    """Return as evidence how many of `num` texts are odd and the first. Return "" if fewer than `share` or `least` are odd."""
     return f"{len(texts)} of {num}, such as {texts[0]!r:.160}" if len(texts) >= max(least, share * num) else ""
 
 
@@ -381,8 +380,7 @@ def rewards(view: SetView) -> Rows:
         ask for a box or steps, but the scorer compares texts and no pattern reads a box; or the chat template already writes
         the <think> of format_pattern. Grave if a small model of this package never writes what the pattern reads.
     groups-small (learning.md#from-rewards-to-advantages): Few groups have different rewards: sampling.group_size is 2 and
-        rewards are 0 or 1. If answers are right with probability p, a share 2 p (1 - p) of groups differs, at most half; a
-        note.
+        rewards are 0 or 1; a note. If answers are right with probability p, rewards differ in 2 p (1 - p) of the groups.
     max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references, written in
         the expected form, are longer, or a packaged model's answer is (grave; a warning if your own function scores); or
         max_tokens is under 128 and prompts ask for reasoning, or under 1,024 and the model thinks first.

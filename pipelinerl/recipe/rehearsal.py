@@ -108,7 +108,7 @@ def rehearse(
             calls.append(replace(calling, **line))
     if done.returncode < 0:
         how = how_ended(done.returncode)
-        fix = f"kills its parent process, in a run the verifier, when it scores {calling} ({how}); correct the reward"
+        fix = f"kills its parent process ({how}), which in a run is the verifier, when it scores {calling}; correct the reward"
         return calls, [FieldError(f"{calling.place}reward.scorer", shares[calling.place].reward.scorer, fix)]
     if done.returncode > 0:
         raise ServiceError(f"the rewards cannot be tried (--reward-rows 0 skips this):\n{done.stderr}")
