@@ -198,7 +198,7 @@ ON_PAGE = tuple(figure.key for figure in FIGURES if figure.on_page)
 
 
 def no_events() -> dict[str, Any]:
-    """Return the figures of events for a step without events since the previous step."""
+    """Return the values of figures of events for a step before which no event happened."""
     return {figure.key: figure.event() for figure in FIGURES if figure.event}
 
 

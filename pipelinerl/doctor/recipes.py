@@ -226,7 +226,7 @@ def problems(view: SetView) -> Rows:
 
 
 def _odd(texts: Sequence[str], num: int, share: float, least: int = 1) -> str:
-    """Return as evidence how many of `num` texts are odd and the first. Return "" if fewer than `share` or `least` are odd."""
+    """Return how many of `num` texts are odd, and the first, as evidence; "" if fewer than `share` or `least` are odd."""
     return f"{len(texts)} of {num}, such as {texts[0]!r:.160}" if len(texts) >= max(least, share * num) else ""
 
 

@@ -440,7 +440,7 @@ class EngineConfig(Section):
 
     kv_cache_gib: Changeable[float] = Field(1.0, gt=0, description="Size of the KV cache on CPU, GiB.")
     gpu_memory_utilization: OrAuto[float] = Field(None, gt=0, le=1)
-    """Share of the GPU's memory for vLLM. `auto`: 0.9, or less if a weight update or a trainer on this GPU needs more."""
+    """Share of GPU memory for vLLM. `auto`: 0.9, or less if a weight update or a trainer on the GPU needs more than 10 %."""
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
     max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Maximum tokens of an engine step; 0 = vLLM's default.")

@@ -209,8 +209,8 @@ class SequenceTracker:
         return tuple(sequence for sequence in arrived if self.ledger.is_open(sequence.sequence_id))
 
     def gone_from_queue(self, first_position: int, last_position: int) -> list[str]:
-        """Return the published open groups that PROMPTS no longer holds. It holds positions from `first_position` to
-        `last_position`. A group with a higher position was in an earlier queue that was lost."""
+        """Return the ids of published open groups whose messages are not in the queue PROMPTS, which has the positions from
+        `first_position` to `last_position`. A group with a higher position was in an earlier queue that was lost."""
         published = {name: group.queue_position for name, group in self.open_groups.items() if group.queue_position is not None}
         return [name for name, position in published.items() if not first_position <= position <= last_position]
 

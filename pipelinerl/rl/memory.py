@@ -181,7 +181,7 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
 
 
 def share_problem(recipe: Recipe, least: float, most: float, why: str = "") -> FieldError | None:
-    """Return an error if vLLM's share is not between `least` and `most`, as `engine_shares` returns them."""
+    """Return an error if vLLM's share is not between `least` and `most` (see `engine_shares`)."""
     given = recipe.actor.engine.gpu_memory_utilization
     if least <= (min(VLLM_SHARE, most) if given is None else given) <= most:
         return None
