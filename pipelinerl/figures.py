@@ -52,9 +52,9 @@ _LAG, _COMPUTE = {"lag": LAG_BUCKETS}, "step_s.compute"
 FIGURES = (
     Figure("step", "Number of the optimizer step, counted from 1.", on_page=True),
     Figure("policy_version", "Version that this step made; it equals `step`."),
-    Figure("served_version", "Newest version that every member serves at the time of writing."),
-    Figure("time_s", "Seconds since the trainer was first ready. Undone steps and time without a trainer do not count.",
-           on_page=True),
+    Figure("served_version", "Newest version that every member serves when the line is written."),
+    Figure("time_s", "Seconds since the trainer was first ready. Steps that a restart undid, and time without a trainer, "
+           "do not count.", on_page=True),
     Figure("loss", "Loss of the whole batch, with the recipe's normalisation.", "loss", "none"),
     Figure("skipped", "Reason why the step changed no weight: `loss not finite` or `gradient not finite`; otherwise empty.",
            "steps_skipped_total", "steps", help="Optimizer steps that changed no weight."),
@@ -92,7 +92,7 @@ FIGURES = (
            "False if only the freshness limit or the end of the run stops the feeder."),
     Figure("max_lag_too_small", "True if `algorithm.max_lag` is below `largest_lag` and this has a cost: the trainer waits "
            "while `max_lag` holds the feeder, or more than 1 % of all sequences so far were dropped as stale.", on_page=True),
-    Figure("largest_lag", "[Largest lag](architecture.md#staleness) predicted for full actors, from the present members and "
+    Figure("largest_lag", "[Largest lag](architecture.md#staleness) predicted for full actors, from the number of members and "
            "the lengths since the trainer started; G − 1 in conventional mode.", on_page=True, summary={"largest_lag": "last"}),
     Figure("advantage_abs_mean", "Mean |advantage| of the step's sequences; 0 if no group gives a signal."),
     Figure("reward_mean", "Mean reward of the step's sequences.", "reward_mean", "reward", on_page=True),
@@ -131,8 +131,8 @@ FIGURES = (
     Figure("commits_held_s", "Seconds for which evaluations and probes [kept later versions from being "
            "committed](weight-updates.md#holding-a-version-still).", "commits_held_seconds_total", event=float,
            summary={"commits_held_s": "sum"}),
-    Figure("sequences_trained", "Number of sequences that the step trained on; failed and stale ones of their groups do not "
-           "count. 0 for a skipped step."),
+    Figure("sequences_trained", "Number of sequences that the step trained on, without the failed and stale ones of its "
+           "groups. 0 for a skipped step."),
     Figure("tokens_trained", "Number of sampled tokens that the step trained on; 0 for a skipped step.",
            summary={"tokens_trained": "sum", "tokens_per_s.trained": "rate"}, weight=_COMPUTE),
     Figure("tokens_computed", "Number of tokens that the model computed. A prompt shared by sequences of a micro-batch counts "
@@ -198,7 +198,7 @@ ON_PAGE = tuple(figure.key for figure in FIGURES if figure.on_page)
 
 
 def no_events() -> dict[str, Any]:
-    """Return the figures of events for a step without events since the previous step."""
+    """Return the values of figures of events for a step before which no event happened."""
     return {figure.key: figure.event() for figure in FIGURES if figure.event}
 
 

@@ -17,12 +17,12 @@ from pipelinerl.tasks.source import Problem
 
 
 class Policy:
-    """A checkpoint's model, which gets prompts in the form of its task. Attributes: `path`, `version` (None if unknown), `name`
-    such as `v20`, `task`, `temperature` and `max_tokens` (those of held-out answers), `model`, `tokenizer`."""
+    """A checkpoint's model, with prompts in the form of its task. Attributes: `path`, `version` (None if unknown), `name` such
+    as `v20`, `task`, `model`, `tokenizer`, and the `temperature` and `max_tokens` that evaluations use."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint, or an adapter onto its base model. The task is the first one of the run's recipe. Raises
-        `FieldError` if it does not load."""
+        `FieldError` if the checkpoint does not load."""
         path, self.version = checkpoint.path, checkpoint.version
         self.path = path
         self.name = "policy" if self.version is None else f"v{self.version}"
@@ -82,12 +82,12 @@ class Policy:
 
 def pieces(texts: Iterable[str], stops: list[str]) -> Iterator[str]:
     """Yield what each text adds to the one before it, up to the first stop text. No part of a stop text is yielded. Pure."""
-    text, told, held_back = "", 0, max(map(len, stops), default=1) - 1
+    text, num_shown, held_back = "", 0, max(map(len, stops), default=1) - 1
     for text in texts:
         if found := [at for stop in stops if (at := text.find(stop)) >= 0]:
             text = text[: min(found)]
             break
-        if len(text) - held_back > told and not text.endswith("\ufffd"):  # U+FFFD: an incomplete character
-            told, begin = len(text) - held_back, told
-            yield text[begin:told]
-    yield text[told:]
+        if len(text) - held_back > num_shown and not text.endswith("\ufffd"):  # U+FFFD: an incomplete character
+            num_shown, begin = len(text) - held_back, num_shown
+            yield text[begin:num_shown]
+    yield text[num_shown:]

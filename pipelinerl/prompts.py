@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _MARK = f"k{secrets.token_hex(12)}q"
 """Mark to insert into spelled control tokens. Nobody can guess it, and JSON and templates leave it unchanged."""
 _PREFIX = 3
-"""Number of characters by which a text is searched for control tokens. Whole tokens are compared only where these match."""
+"""Number of first characters of a control token for which a text is searched. Where they occur, the whole token is compared."""
 
 
 def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:
@@ -125,8 +125,8 @@ control_tokens = lru_cache(maxsize=8)(ControlTokens)
 @lru_cache(maxsize=8)
 def answer_end(tokenizer: Any) -> int | None:
     """Return the token with which the chat template ends an answer. Engines need it, because a base model's generation config
-    does not name this token. Return None if it is the tokenizer's end token, which engines know, if answers end with plain
-    text, or if the template fails. Raises `FieldError` without a template."""
+    does not name this token. Return None if the token is the tokenizer's end token, which engines know. Also return None if
+    answers end with plain text, or if the template fails. Raises `FieldError` without a template."""
     if not tokenizer.chat_template:
         fix = "this tokenizer has no chat template; use plain, or name one with model.chat_template"
         raise FieldError("task.prompt_style", "chat", fix)
@@ -141,7 +141,7 @@ def answer_end(tokenizer: Any) -> int | None:
 
 
 class Spellings:
-    """Find tokens in texts. The time grows with the tokens' distinct prefixes and lengths, not with their number."""
+    """Find tokens in texts. The time depends on how many distinct prefixes and lengths the tokens have, not on their number."""
 
     def __init__(self, tokens: set[str]) -> None:
         self._tokens = {token for token in tokens if len(token) > 1}

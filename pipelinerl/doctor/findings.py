@@ -28,9 +28,9 @@ GRAVITIES: tuple[Gravity, ...] = ("grave", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """A result of a rule. `evidence` holds the figures, `field` names the setting to change, and `fix` says what to do, after
-    the present value of a numeric field. `sample` is a line of samples.jsonl that shows the problem. `docs` is the page that
-    explains the rule."""
+    """A result of a rule. `evidence` holds the figures, `field` names the setting to change, and `fix` says what to do. For a
+    numeric field, `fix` begins with the present value. `sample` is a line of samples.jsonl that shows the problem. `docs` is
+    the page that explains the rule."""
 
     id: str
     gravity: Gravity

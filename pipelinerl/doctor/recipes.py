@@ -183,7 +183,7 @@ def problems(view: SetView) -> Rows:
     references-shifted (recipes.md#tasks): Answers belong to the question before or after: in at least 50 rows, prompts share
         more words with a neighbour's answer than with their own, by a tenth of an answer's words and by 5 standard errors.
         Turns of the assistant do not count. The rule is silent if prompts are numbered, or if the row beyond the neighbour has
-        more than half of that excess, as in windows of a series.
+        more than half of that excess, as in windows of a time series.
     one-answer (recipes.md#tasks): Problems have the same answer: 95 % of at least 20 references are equal; grave if all are, a
         note from 80 %.
     references-unmatched (recipes.md#rewards): References do not look like answers of completions: half have 8 or more words, 5
@@ -226,8 +226,7 @@ def problems(view: SetView) -> Rows:
 
 
 def _odd(texts: Sequence[str], num: int, share: float, least: int = 1) -> str:
-    """Return as evidence how many of `num` texts are odd, and the first of them. Return an empty text if fewer than `share`, or
-    fewer than `least`, are odd."""
+    """Return how many of `num` texts are odd, and the first, as evidence; "" if fewer than `share` or `least` are odd."""
     return f"{len(texts)} of {num}, such as {texts[0]!r:.160}" if len(texts) >= max(least, share * num) else ""
 
 
@@ -370,18 +369,18 @@ def rewards(view: SetView) -> Rows:
     r"""Examine rewards, and the form and length of answers.
 
     terms-outweigh (recipes.md#rewards): Another term outweighs the answer: format_weight is below 0 or reaches reward.correct;
-        overlong.penalty exceeds 2 · reward.correct, or overlong.buffer_tokens max_tokens / 2; or an empty text has the format.
+        overlong.penalty exceeds 2 · reward.correct; overlong.buffer_tokens exceeds max_tokens / 2; or an empty text has the
+        format.
     wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: in trial calls, an empty one earns half of
-        reward.correct (grave, unless your own function scores), or your own function gives at least 4 wrong answers about as
-        much as right ones, or as much for numbers that contain the right one.
+        reward.correct (grave, unless your own function scores), or your own function pays at least 4 wrong answers about as
+        well as right ones, or at least 4 numbers that contain the right one just as well.
     reward-slow (recipes.md#rewards): Rewards take long: the median trial call takes a quarter of timeout_s; a note.
     form-unsaid (recipes.md#rewards): Prompts do not ask for the form that the reward reads: they lack or forbid \boxed, JSON,
         or the beginning of reward.answer_pattern or format_pattern; they ask for steps, but answer_pattern begins with ^; they
         ask for a box or steps, but the scorer compares texts and no pattern reads a box; or the chat template already writes
         the <think> of format_pattern. Grave if a small model of this package never writes what the pattern reads.
     groups-small (learning.md#from-rewards-to-advantages): Few groups have different rewards: sampling.group_size is 2 and
-        rewards are 0 or 1. If answers are right with probability p, a share 2 p (1 - p) of groups differs, at most half; a
-        note.
+        rewards are 0 or 1; a note. If answers are right with probability p, rewards differ in 2 p (1 - p) of the groups.
     max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references, written in
         the expected form, are longer, or a packaged model's answer is (grave; a warning if your own function scores); or
         max_tokens is under 128 and prompts ask for reasoning, or under 1,024 and the model thinks first.
@@ -437,7 +436,7 @@ def _is_said(words: list[str], text: str) -> bool:
 def _forms(view: SetView) -> Rows:
     pattern, task, field = view.share.reward.answer_pattern, view.share.task, f"{view.place}reward.answer_pattern"
     if view.written and not re.search(pattern, view.written):
-        yield "form-unsaid", True, f"the model writes {view.written!r}", field, "use that of its recipe"
+        yield "form-unsaid", True, f"the model writes {view.written!r}", field, "use the pattern of the model's own recipe"
     if task.is_episodic or view.is_toy:
         return
     is_anchored = re.match(r"\^|\\A", pattern) and view.steps
@@ -455,7 +454,7 @@ def _forms(view: SetView) -> Rows:
     is_unread = asked == r"\boxed" and "boxed" not in pattern if pattern else bool(asked and view.answers)
     compared = f"the text after {view.marker!r}" if view.marker else "the whole text"
     told = is_unread and scorer in ("task", "exact") and f"prompts say {asked!r}, but the reward compares {compared}"
-    yield "form-unsaid", False, told, f"{view.place}reward.scorer", "ask for what it reads, or use math"
+    yield "form-unsaid", False, told, f"{view.place}reward.scorer", "ask for the form that it reads, or use math"
 
 
 def _stops(view: SetView) -> Rows:

@@ -108,7 +108,7 @@ def ranges(view: Settings) -> Rows:
         yield "reward-scale", gravity, told, f"{place}reward.correct", "let full marks be about 1"
         taken = num * share.weight / sum(one.weight for one in recipe.mixture.values())
         told = taken < min(10, num) and f"{taken:.2g} groups in the run"
-        yield "batch-small", False, told, f"{place}weight", "raise it, or drop it"
+        yield "batch-small", False, told, f"{place}weight", "raise it, or remove the task"
     told = size > 1 and groups_per_step(recipe) == 1 and "1 group"
     yield "batch-small", False, told, "trainer.batch_size", f"use {16 * size}, for 16 problems a step"
 

@@ -228,7 +228,7 @@ class ModelConfig(Section):
     logits to `dtype`, which changes log-probabilities by hundredths of a nat."""
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Maximum number of prompt and completion tokens together.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = "auto"
-    """Attention of the trainer. `auto`: PipelineRL's own, for packed rows, or `eager` if that changes log-probabilities."""
+    """Attention of the trainer. `auto`: PipelineRL's own, or `eager` if PipelineRL's would change log-probabilities."""
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     chat_template: str = Field("", description="Jinja chat template, or its path; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}
@@ -284,7 +284,7 @@ class TaskConfig(Section):
     subset: str = Field("", description="Configuration of a `hub` data set, such as main; `config: main` sets it, too.")
     split: str = Field("train", description="Split of a `hub` data set. An evaluation set can use another, such as test.")
     revision: str = Field("", description="Commit, tag or branch of a `hub` data set; empty = its default branch.")
-    max_rows: int = Field(0, ge=0, description="Read only this many first rows, and stream those of a `hub` data set; 0 = all.")
+    max_rows: int = Field(0, ge=0, description="Number of first rows to read; a `hub` data set is then streamed. 0 = all rows.")
     tools: tuple[str, ...] = Field((), strict=False, description="Functions that the model may call: `pkg.module:function`.")
     command: str = Field("", description="Command line of the program for source `agent`.")
     max_turns: int = Field(16, ge=1, le=10_000, description="Maximum turns of an episode.")
@@ -440,7 +440,7 @@ class EngineConfig(Section):
 
     kv_cache_gib: Changeable[float] = Field(1.0, gt=0, description="Size of the KV cache on CPU, GiB.")
     gpu_memory_utilization: OrAuto[float] = Field(None, gt=0, le=1)
-    """Share of the GPU's memory for vLLM. `auto`: 0.9, or less if weight updates or a trainer on it need more than 0.1."""
+    """Share of GPU memory for vLLM. `auto`: 0.9, or less if a weight update or a trainer on the GPU needs more than 10 %."""
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
     max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Maximum tokens of an engine step; 0 = vLLM's default.")
@@ -455,7 +455,8 @@ class EngineConfig(Section):
 
 class ActorConfig(Section):
     count: OrAuto[int] = Field(1, ge=0, le=10_000)
-    """Actors of a local run. `auto`: as many as the GPUs can hold, or 1 without a GPU."""
+    """Actors of a local run. `auto`: as many as fit beside the trainer, at least 1. If `trainer.nproc` is also `auto`,
+    PipelineRL chooses how to split the GPUs."""
     sequences_in_progress: Changeable[int] = Field(64, ge=1, le=100_000, description="H: sequences in progress on each actor.")
     episodes_in_progress: Changeable[int | None] = Field(None, ge=1, le=100_000)
     """Maximum number of episodes in progress on each actor; at most H of them decode at once. null = 2 H."""
@@ -579,7 +580,7 @@ class TrainerConfig(Section):
     gradient_checkpointing: Changeable[bool] = Field(False, description="Recompute activations in backward, to save memory.")
     compile: Changeable[bool] = Field(False, description="Use torch.compile: faster on a GPU, little gain on CPU.")
     nproc: OrAuto[int] = Field(1, ge=1, le=4096)
-    """Ranks (processes) of a local run's trainer, one per GPU. `auto`: the trainer's share of the GPUs, or 1 without a GPU."""
+    """Ranks (processes) of a local run's trainer, one per GPU. `auto`: as many as fit beside the actors, at least 1."""
     context_parallel: Changeable[int] = Field(1, ge=1, le=1024)
     """Number of ranks that share each packed row, for sequences that do not fit on one GPU."""
     shard_ranks: Changeable[int] = Field(0, ge=0, le=65_536)
@@ -630,7 +631,7 @@ class WeightUpdateConfig(Section):
     stop_on_mismatch: Changeable[bool] = False
     """End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)
-    """Seconds for all actors to register (more while one still loads), and then for the first to serve a version."""
+    """Seconds in which all actors must register (longer while one loads), and again in which one must serve a version."""
 
     @property
     def log_place(self) -> str:

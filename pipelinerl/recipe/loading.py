@@ -101,8 +101,8 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     """Return the field's path and the value in `a.b=value`, which is read as YAML. In a field for text or for a list of texts,
-    an unquoted value is taken literally if it is empty or has a comment, such as `#(\\d+)$`. In a field for text, so is invalid
-    YAML. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
+    an unquoted value is taken literally if it is empty or has a YAML comment, such as `#(\\d+)$`. A field for text also takes
+    invalid YAML literally. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
@@ -124,7 +124,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _as_taken(kind: Any, text: str) -> str | list[str] | None:
-    """Return `text` or `[text]`, the first of them that a field of type `kind` accepts, else None. "" gives the list []."""
+    """Return `text` as a field of type `kind` takes it: unchanged, or in a list ([] if empty); None if it takes neither."""
     for value in (text, [text] if text else []):
         with contextlib.suppress(ValidationError):
             TypeAdapter(kind).validate_python(value)

@@ -210,7 +210,7 @@ def hub_parameters(model: ModelConfig) -> int:
 
 
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
-    """Return a function for the largest token count of some texts; None if the tokenizer is not here. Raises `FieldError`."""
+    """Return a function from texts to their largest token count, or None without a local tokenizer. Raises `FieldError`."""
     folder = model_folder(model)
     path = cached(model, "tokenizer.json") if folder is None else folder / "tokenizer.json"
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:

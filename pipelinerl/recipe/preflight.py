@@ -70,7 +70,7 @@ sys.exit({_IMPORTED})
 def try_import(field: str, path: str, config: str, environment: Mapping[str, str], code: str = _IMPORT) -> None:
     """Import `pkg.module:name` in a separate process, because a user's module may do anything. As in the verifier, modules in
     the current folder are found. The object is not called, but a tool's parameters and an environment's methods are checked.
-    `config` is `task.config` as JSON. Raises `MissingPackage` if a module is not installed here, else `UserError`."""
+    `config` is `task.config` as JSON. Raises `UserError`; `MissingPackage` if a module is not installed here."""
     command = [sys.executable, "-c", code, field, path, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, env=environment)
@@ -140,7 +140,7 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldEr
     """Yield warnings about values that are valid but may be mistakes, with their kinds, which `pipelinerl doctor` explains."""
     trainer = recipe.trainer
     if trainer.warmup_steps > trainer.steps:  # A short trial of a recipe may intend this.
-        fix = f"is above trainer.steps ({trainer.steps}), so the rate never reaches {trainer.learning_rate:g}; lower it"
+        fix = f"is above trainer.steps ({trainer.steps}), so the rate never reaches {trainer.learning_rate:g}; use fewer"
         yield "warmup-too-long", FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
     if (found := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.number))) is not None:
         yield "max-lag-too-small", found
@@ -221,7 +221,7 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
     if recipe.trainer.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         yield Lacking("trainer.optimizer", recipe.trainer.optimizer, "needs torchao; run make adamw8bit, or use adamw")
     if recipe.trainer.lora is not None and importlib.util.find_spec("peft") is None:
-        yield Lacking("trainer.lora.rank", recipe.trainer.lora.rank, "needs peft: pip install peft, or use null")
+        yield Lacking("trainer.lora.rank", recipe.trainer.lora.rank, "needs peft: pip install peft, or trainer.lora: null")
     # A tracker's package has the tracker's name. If only a tracker's output folder has that name, the spec has no origin.
     found = {name: importlib.util.find_spec(name) for name in recipe.trackers}
     if missing := [name for name, spec in found.items() if spec is None or spec.origin is None]:

@@ -46,8 +46,8 @@ _OTHERS_TRIED = 6
 @dataclass(frozen=True)
 class Call:
     """One call of a reward on a problem of the set `place` (a key of `Recipe.sets_by_place`). `completion`: text with the
-    reference answer or with a near miss, or an empty text. `near_miss`: the wrong answer in it, if any. `forms`: pairs
-    (possible completion, answer in it or "" for any); the first in which the reward finds that answer gives `completion`.
+    reference answer or a near miss, or an empty text. `near_miss`: the wrong answer in `completion`, if any. `forms`: pairs of
+    a completion to try and the answer that the reward must find in it ("" = any). The first pair that succeeds is kept.
     `answer`: the answer that the reward found, if any. `status`: `ok`, or why there is no reward; empty before the call."""
 
     place: str
@@ -108,7 +108,7 @@ def rehearse(
             calls.append(replace(calling, **line))
     if done.returncode < 0:
         how = how_ended(done.returncode)
-        fix = f"kills its parent process ({how}) when it scores {calling}; in a run this is the verifier; correct the reward"
+        fix = f"kills its parent process ({how}), which in a run is the verifier, when it scores {calling}; correct the reward"
         return calls, [FieldError(f"{calling.place}reward.scorer", shares[calling.place].reward.scorer, fix)]
     if done.returncode > 0:
         raise ServiceError(f"the rewards cannot be tried (--reward-rows 0 skips this):\n{done.stderr}")
@@ -128,7 +128,7 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
             final = final_answer(answer) if is_mathematics else answer.strip()
             yield Call(place, problem, answer, (*(answer_forms(share, final) if final else ()), (answer, "")))
             misses = near_misses(final) if is_mathematics else []
-            if share.reward.is_function and index < _OTHERS_TRIED:  # Answers to other problems are wrong, and longer numbers.
+            if share.reward.is_function and index < _OTHERS_TRIED:  # Answers to other problems and longer numbers are wrong.
                 others = (source.problem(split, other % there) for other in range(index + 1, index + 1 + _OTHERS_TRIED))
                 texts = (str(one.reference.get("answer", "")).strip() for one in others)
                 misses = [*islice((one for one in texts if one and one != final), 1), *[f"1{final}0"] * final.isdecimal()]
@@ -148,14 +148,14 @@ def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
 
 
 def reads(share: ProblemSet, *answers: str) -> bool:
-    """Return whether `answer_pattern` finds one of the answers in one of its `answer_forms`."""
+    """Return whether `answer_pattern` finds any of the answers in one of that answer's `answer_forms`."""
     forms = ((re.finditer(share.reward.answer_pattern, text), one) for one in answers for text, _ in answer_forms(share, one))
     return any(last and (last[0][1] or "").strip() == one for found, one in forms for last in [[*found][-1:]])
 
 
 def written(pattern: str, answer: str) -> str:
     """Return a text that `pattern` matches in most cases, with `answer` (not empty) as group 1. Of several alternatives, it has
-    the one with the answer or else the first. It has the fewest repetitions, and one space for blanks or arbitrary text."""
+    the one with the answer or else the first. Parts repeat as rarely as possible; blanks or arbitrary text become a space."""
     frames, is_found, atom = [("", [""])], False, ""  # frames: (opening, each alternative's text); atom: what `times` repeats
     for token, times in _TOKEN.findall(pattern):
         if token[0] == "(":
@@ -231,7 +231,7 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
         found = repr(first.answer) if first.answer else "nothing"
         told.append(f"reward.answer_pattern finds {found:.60} in {first.completion!r:.80}")
     seconds = [call.seconds for call in calls]
-    told.append(f"a call takes {1000 * statistics.median(seconds):.3g} ms (median), at most {1000 * max(seconds):.3g}")
+    told.append(f"a call takes {1000 * statistics.median(seconds):.3g} ms (median), at most {1000 * max(seconds):.3g} ms")
     told += [_failures(calls, failed)] if failed else []
     return f"{share.reward.scorer}: {'; '.join(told)}"
 

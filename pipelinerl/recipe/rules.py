@@ -18,7 +18,7 @@ PACKAGED = {
     "guess": ("environment", "pipelinerl.tasks.environments:GuessNumber"),
     "calculator": ("environment", "pipelinerl.tasks.environments:Calculator"),
 }
-"""Task (`source`, `name`) for which each small model of this package is made. Each also reads plain prompts of files."""
+"""Task (`source`, `name`) for which each small model of this package is made. Each model also reads plain prompts of files."""
 
 Broken = Iterator[tuple[str, str]]
 """Pairs (dotted field, problem with its value)."""
@@ -124,11 +124,11 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
     if task.source == "environment" and not IMPORT_PATH.fullmatch(task.name):
         yield "name", "must name a class, such as pkg.module:Class, because task.source = 'environment'"
     if bool(task.tools) != (task.source == "tools"):
-        yield "tools", f"source {task.source!r} {'needs functions' if task.source == 'tools' else 'uses none; leave it out'}"
+        yield "tools", "needs functions, such as pkg.module:function" if not task.tools else "needs source tools; leave it out"
     if len({path.rpartition(":")[2] for path in task.tools}) < len(task.tools):
         yield "tools", "has several functions of the same name, but the policy calls them by name; rename one, or leave it out"
     if bool(task.command.strip() if task.source == "agent" else task.command) != (task.source == "agent"):
-        yield "command", f"source {task.source!r} {'needs a program' if task.source == 'agent' else 'runs none; leave it out'}"
+        yield "command", "needs a program, such as ./agent.sh" if task.source == "agent" else "needs source agent; leave it out"
     try:
         shlex.split(task.command)
     except ValueError:
@@ -142,9 +142,9 @@ def _lengths(recipe: Recipe) -> Broken:
         if share.reward.overlong.buffer_tokens > longest:
             yield f"{place}reward.overlong.buffer_tokens", f"is more than {limit} ({longest}); use at most that"
         if longest >= context:
-            yield limit, f"leaves no room for a prompt in model.max_context ({context}); lower it, or raise model.max_context"
+            yield limit, f"leaves no room for a prompt in model.max_context ({context}); use less, or raise model.max_context"
     if recipe.trainer.tokens_per_microbatch < context:
-        yield "trainer.tokens_per_microbatch", f"cannot hold one sequence of {context} tokens (model.max_context); raise it"
+        yield "trainer.tokens_per_microbatch", f"cannot hold one sequence of model.max_context; use at least {context}"
 
 
 def _rewards(recipe: Recipe) -> Broken:
@@ -160,15 +160,15 @@ def _rewards(recipe: Recipe) -> Broken:
             if abs(value_at(recipe, f"{place}reward.{name}")) > reward.max_abs:
                 yield f"{place}reward.{name}", f"is beyond ±reward.max_abs ({reward.max_abs:g}); reduce it, or raise max_abs"
         if reward.scorer == "code" and is_confined:
-            yield f"{place}reward.scorer", "cannot be combined with your own function in a sandbox (reward.sandbox: true)"
+            yield f"{place}reward.scorer", "cannot be combined with your own function in a sandbox; use reward.sandbox: null"
         if reward.scorer == "code" and share.task.source in ("tools", "agent"):
             yield f"{place}reward.scorer", f"cannot score episodes (task.source = {share.task.source!r}); use another scorer"
         if share.task.source == "agent" and reward.overlong.buffer_tokens:
             yield f"{place}reward.overlong.buffer_tokens", "an agent's answer has no length in tokens; use 0"
         if share.task.source in ("environment", "agent", "verifiers") and reward.truncated == "zero":
-            yield f"{place}reward.truncated", f"source {share.task.source!r} does not say if a turn was cut; use score or mask"
+            yield f"{place}reward.truncated", f"cannot be zero with task.source = {share.task.source!r}; use score or mask"
         if share.task.source == "verifiers" and reward.sandbox:
-            yield f"{place}reward.sandbox", "a sandbox would block the servers that verifiers starts for an episode; use null"
+            yield f"{place}reward.sandbox", "would block the servers that the package verifiers starts for episodes; use null"
 
 
 _OF_COMPLETIONS = ("answer_pattern", "format_pattern", "json_schema", "overlong.buffer_tokens", "timeout_s")
@@ -226,7 +226,7 @@ def _schedule(recipe: Recipe) -> Broken:
     decay, left = trainer.decay_steps, trainer.steps - trainer.warmup_steps
     schedule = f"trainer.schedule = {trainer.schedule!r}"
     if trainer.schedule == "wsd" and left < 1:
-        yield "trainer.warmup_steps", f"leaves no decay steps for {schedule} (trainer.steps is {trainer.steps}); lower it"
+        yield "trainer.warmup_steps", f"leaves no step in which {schedule} could decay; use at most {trainer.steps - 1}"
     elif trainer.schedule == "wsd" and not 1 <= decay <= left:
         yield "trainer.decay_steps", f"use 1 to {left}: {schedule} can decay only over the steps after warm-up"
     if trainer.schedule != "wsd" and decay:
@@ -250,7 +250,7 @@ def _others(recipe: Recipe) -> Broken:
         yield "trainer.context_parallel", "needs model.attention = 'auto'; use that, or 1 here"
     lora = recipe.trainer.lora
     if lora is not None and lora.send == "merged" and "bfloat16" in (recipe.model.dtype, recipe.weights.wire_dtype):
-        yield "trainer.lora.send", "loses small updates, because merged weights have 16 bits; use adapter, or float32 weights"
+        yield "trainer.lora.send", "loses small updates in bfloat16; use adapter, or model.dtype and weights.wire_dtype float32"
     if recipe.evaluation.samples > 1 and not recipe.evaluation.temperature:
         yield "evaluation.samples", "greedy answers to a problem are all the same; use 1, or evaluation.temperature above 0"
     if recipe.checkpoint.upload and (problem := wrong_url(recipe.checkpoint.upload)):

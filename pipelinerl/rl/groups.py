@@ -280,12 +280,12 @@ def equally_right(samples: Iterable[Sequence]) -> bool:
 CUTTING = ("ppo_clip", "grpo", "gspo")
 """Losses that give a token no gradient once its ratio has left the clip range in the direction of its advantage."""
 MOST_CUT, CUT_STEPS = 0.25, 10
-"""Largest acceptable share of clipped tokens, averaged over this number of steps. GSPO's authors report about 0.15."""
+"""Largest acceptable share of clipped tokens, averaged over `CUT_STEPS` steps. GSPO's authors report about 0.15."""
 
 
 def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
-    """Return the warning about a clip range that cuts `share` of the tokens."""
-    cut = f"together with algorithm.clip_high ({algorithm.clip_high:g}) it cuts {share:.0%} of the tokens, which then have no"
+    """Return the warning about a clip range that clips `share` of the tokens."""
+    cut = f"together with algorithm.clip_high ({algorithm.clip_high:g}) it clips {share:.0%} of the tokens, which then have no"
     why = "gradient. A token's ratio is relative to the policy that sampled it, up to max_lag steps ago"
     fix = "widen algorithm.clip_low and algorithm.clip_high, or lower algorithm.max_lag or trainer.learning_rate"
     return FieldError("algorithm.clip_low", algorithm.clip_low, f"{cut} {why}; {fix}")

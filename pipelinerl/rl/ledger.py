@@ -126,7 +126,7 @@ class OpenGroup:
 
     num_samples: int
     queue_position: int | None = None
-    """Position of the group's newest message in PROMPTS, consumed or not; None before the group is published."""
+    """Position of the group's newest message in the queue PROMPTS; None before the group is published."""
     members: dict[int, Sequence] = field(default_factory=dict)
 
 
@@ -198,7 +198,7 @@ class SequenceTracker:
         self.lost_groups += 1
 
     def missing(self, group_id: str, run: str, failure: str) -> list[Sequence]:
-        """Return a failed sequence for each missing sample of an open group; none for other groups."""
+        """Return a failed sequence for each missing sample of an open group. For other groups, return an empty list."""
         group = self.open_groups.get(group_id, OpenGroup(0))
         missing = [index for index in range(group.num_samples) if index not in group.members]
         return [failed_sample(run, group_id, index, group.num_samples, failure) for index in missing]
@@ -209,8 +209,8 @@ class SequenceTracker:
         return tuple(sequence for sequence in arrived if self.ledger.is_open(sequence.sequence_id))
 
     def gone_from_queue(self, first_position: int, last_position: int) -> list[str]:
-        """Return the published open groups that PROMPTS no longer holds. It holds positions from `first_position` to
-        `last_position`. A group with a higher position was in an earlier queue that was lost."""
+        """Return the ids of published open groups whose messages are not in the queue PROMPTS, which has the positions from
+        `first_position` to `last_position`. A group with a higher position was in an earlier queue that was lost."""
         published = {name: group.queue_position for name, group in self.open_groups.items() if group.queue_position is not None}
         return [name for name, position in published.items() if not first_position <= position <= last_position]
 
@@ -314,21 +314,21 @@ MEANINGS = {
     "verifier_refused": "the verifier refused the call, or died five times while the episode's environment was running",
     "empty_completion": "the completion has no token",
     "non_finite_logprobs": "vLLM reported a log-probability that is not finite",
-    "version_spans": "vLLM's version spans do not cover the tokens",
+    "version_spans": "vLLM did not report a policy version for each token",
     "prompt_too_long": "the prompt leaves no room in the context",
     "engine": "vLLM refused or failed this request",
     "invalid": "the finished sequence is not a valid message",
     "too_large": "the sequence is larger than NATS's max_payload",
     "redelivered_too_often": "the group was delivered more than five times, and is kept as a dead letter",
-    "unreadable_group": "the prompt group is inconsistent, but names its samples",
+    "unreadable_group": "the actor cannot read the prompt group; only the ids of its samples are known",
     "forged": "a message without its group's token used the id of this sequence",
     "actor_quarantined": "the actor's log-probabilities are not those of the policy that it names (weights.verify_logprobs)",
     "prompt too long": "the prompt leaves no room in the context; it was never published",
     "prompt group too large": "the prompt group is larger than NATS's max_payload; it was never published",
     "prompt group invalid": "the prompt group is invalid, for example because its prompt is empty; it was never published",
     "prompt group lost": "the group left the queue, but this sample never arrived",
-    "unreadable": "the message does not parse or contradicts itself, but its id is known",
-    "contradicts its group": "the sequence states a group size that differs from the issued one",
+    "unreadable": "the message does not parse or contradicts itself; only the id of its sequence is known",
+    "contradicts its group": "the sequence states another group size than its prompt group had",
     "longer than the context": "prompt and completion exceed model.max_context",
     "token outside the vocabulary": "the prompt or completion has a token that the model does not have",
     SKIPPED: "the loss or gradient of the sequence's batch was not finite; the step changed no weight",

@@ -181,12 +181,12 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
 
 
 def share_problem(recipe: Recipe, least: float, most: float, why: str = "") -> FieldError | None:
-    """Return an error if vLLM's share is not between `least` and `most`, as `engine_shares` returns them."""
+    """Return an error if vLLM's share is not between `least` and `most` (see `engine_shares`)."""
     given = recipe.actor.engine.gpu_memory_utilization
     if least <= (min(VLLM_SHARE, most) if given is None else given) <= most:
         return None
     fix = f"vLLM needs at least {least} for weights, overhead and the KV cache of a sequence of model.max_context tokens"
-    fix += f", and may have at most {most}{why}; use a value between, or auto"
+    fix += f", and may have at most {most}{why}; use a value between these, or auto"
     return FieldError("actor.engine.gpu_memory_utilization", given or "auto", fix)
 
 
@@ -202,8 +202,8 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
 
 
 def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
-    """Return the GiB that a rank on an actor's GPU needs while it computes, and that it keeps while the actor generates; equal
-    without `actor.colocate`. This assumes snapshots in host memory, and `trainer.gradient_checkpointing`."""
+    """Return the GiB that a rank on an actor's GPU needs while it computes, and that it keeps while the actor generates. Both
+    are equal without `actor.colocate`. This assumes snapshots in host memory, and `trainer.gradient_checkpointing`."""
     held = state_bytes(recipe, model) / GIB / (recipe.trainer.shard_ranks or recipe.trainer.ranks)
     computing = max(held / MODEL_STATE_SHARE, held + LEAST_ACTIVATIONS_GIB) + CONTEXTS_GIB
     return computing, held + CACHED_GIB + CONTEXTS_GIB if recipe.actor.colocate else computing
@@ -211,8 +211,8 @@ def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
 
 def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float = math.inf) -> tuple[float, float]:
     """Return the GiB of the trainer's snapshots on its device and in host memory. The device has `memory_gib`, and no actor
-    uses it. Snapshots are in host memory with several ranks, with Gloo, and if they would take room for activations. Snapshots
-    of adapters are not counted, because they are small."""
+    uses it. Snapshots are in host memory with several ranks, with Gloo, and if activations need the room. Snapshots of
+    adapters are not counted, because they are small."""
     if sends_adapters(recipe):
         return 0.0, 0.0
     copies = MOST_SNAPSHOTS + LOG_COPIES * bool(recipe.weights.log_place)
@@ -228,17 +228,17 @@ def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
 
 
 def fewest_ranks(recipe: Recipe, model: Model, memory_gib: float) -> int:
-    """Return how many ranks must share one copy of the states to leave room for activations."""
+    """Return how many ranks must share a copy of weights, gradients and optimizer state to leave room for activations."""
     return math.ceil(state_bytes(recipe, model) / (memory_gib * MODEL_STATE_SHARE * GIB))
 
 
 def ranks_of_a_copy(recipe: Recipe, model: Model, memory_gib: float) -> int:
-    """Return how many ranks share one copy of the states; `fewest_ranks` if the recipe gives no number."""
+    """Return how many ranks share a copy of weights and optimizer state; `fewest_ranks` if the recipe gives no number."""
     return recipe.trainer.shard_ranks or recipe.trainer.nproc or fewest_ranks(recipe, model, memory_gib)
 
 
 def trainer_problem(recipe: Recipe, model: Model, memory_gib: float, ranks: int) -> FieldError | None:
-    """Return why `ranks` that share one copy of the states cannot train on accelerators of `memory_gib`, or None."""
+    """Return why accelerators of `memory_gib` are too small if `ranks` share weights and optimizer state, or None."""
     fewest, state_gib = fewest_ranks(recipe, model, memory_gib), state_bytes(recipe, model) / GIB / ranks
     if ranks >= fewest:
         return None
@@ -261,10 +261,10 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     state_gib, (snapshots, copies) = state_bytes(recipe, model) / GIB / ranks, snapshot_gib(recipe, model, memory_gib)
     kept = f" and the trainer keeps {shared_gib(recipe, model)[1]:.1f}" if recipe.actor.colocate else ""
     on_host = f"; each actor also needs {model.weights_bytes / GIB:.1f} GiB of host memory" if loads_paused(recipe) else ""
-    on_device = f"; {snapshots:.1f} for snapshots" if snapshots else ""
-    beside = f", and {copies:.1f} of host memory for copies of the weights" if copies else ""
+    on_device = f"; {snapshots:.1f} GiB for snapshots" if snapshots else ""
+    beside = f", and {copies:.1f} GiB of host memory for copies of the weights" if copies else ""
     if recipe.actor.colocate:
-        snapshots, on_device = ENGINE_GIB + CONTEXTS_GIB, f"; {ENGINE_GIB + CONTEXTS_GIB:g} for the engine, which sleeps"
+        snapshots, on_device = ENGINE_GIB + CONTEXTS_GIB, f"; {ENGINE_GIB + CONTEXTS_GIB:g} GiB for the sleeping engine"
     return [
         ("parameters", f"{model.parameters / 1e9:.3g}B, {model.kv_outline}"),
         (
@@ -276,7 +276,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
         (
             "trainer GPU",
             f"weights, gradients and optimizer {state_gib:.1f} GiB on each of {counted(ranks, 'rank')}{on_device}; "
-            f"{memory_gib - state_gib - snapshots:.1f} for activations and gathered weights (trainer.nproc = "
+            f"{memory_gib - state_gib - snapshots:.1f} GiB for activations and gathered weights (trainer.nproc = "
             f"{trainer.nproc or 'auto'}: set it to the number of ranks on all nodes){beside}",
         ),
     ]

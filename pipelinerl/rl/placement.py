@@ -121,8 +121,8 @@ def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tup
 
 
 def pinned(recipe: Recipe, devices: Sequence[Device], text: str, model: Model | None) -> tuple[Recipe, Placement]:
-    """Return the placement in `text`, and the recipe with its numbers of ranks and actors. `text`: a `Placement` as JSON, which
-    may name a GPU by its position in `devices`. Raises `FieldError` for invalid JSON, unknown GPUs or wrong sizes."""
+    """Return the recipe with the numbers of ranks and actors of a placement, and the placement. `text`: that `Placement` as
+    JSON; it may name a GPU by its position in `devices`. Raises `FieldError` for invalid JSON, unknown GPUs or wrong sizes."""
     try:
         given = Placement.model_validate_json(text)
     except ValidationError as error:
@@ -135,7 +135,7 @@ def pinned(recipe: Recipe, devices: Sequence[Device], text: str, model: Model | 
         for name in group:
             if name not in names:
                 fix = "; ".join(f"{number} is {device}" for number, device in enumerate(devices))
-                raise FieldError(OPTION, name, f"no such GPU: {fix}")
+                raise FieldError(OPTION, name, f"no such GPU; use a number or UUID of these: {fix}")
         return tuple(names[name] for name in group)
 
     actors, spare = (tuple(map(named, groups)) for groups in (given.actors, given.spare))
@@ -220,8 +220,8 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
 
 
 def _most_ranks(recipe: Recipe, free: Sequence[Device], model: Model | None, limit: int) -> int:
-    """Return the largest multiple of `rank_unit` up to `limit` that is enough ranks to hold the model's states. If none is,
-    return the largest. `free` begins with the GPUs of the most free memory. MIG instances cannot form a group of ranks."""
+    """Return the largest multiple of `rank_unit` up to `limit` whose ranks can hold the trainer's weights and optimizer, else
+    the largest of all. `free` begins with the GPUs of the most free memory. MIG instances cannot form a group of ranks."""
     if any(device.is_instance for device in free):
         return min(limit, 1)
     unit = rank_unit(recipe)
@@ -235,7 +235,7 @@ def _fit(recipe: Recipe, model: Model, gpus: Sequence[Device]) -> bool:
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:
     """Remove `number` GPUs from `left` and return their names: a first GPU, those that NVLink connects with it, then others.
-    The first one has the fewest links that are enough or, if no GPU has enough, the most."""
+    The first GPU is one with just enough links to the others or, if none has enough, one with the most links."""
 
     def order(device: Device) -> tuple[bool, int]:
         links = sum(other.uuid in device.linked for other in left)
@@ -312,7 +312,7 @@ def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> 
 
 
 def _cannot_compute(recipe: Recipe, device: Device) -> FieldError:
-    fix = f"{device.name} cannot compute in it (compute capability 8.0 is needed); use float32, or another GPU"
+    fix = f"{device.name} cannot compute in this dtype (compute capability 8.0 is needed); use float32, or another GPU"
     return FieldError("model.dtype", recipe.model.dtype, fix)
 
 

@@ -145,13 +145,13 @@ def misfits(
     found = [too_large] if too_large else []
     if not too_large and not most:
         held = tokens_held(lengths, longest_prompt(recipe))
-        fix = f"an actor's KV cache does not hold one sequence, which needs {held * model.kv_bytes / GIB:.2g} GiB; give it more"
+        fix = f"an actor's KV cache does not hold one sequence, which needs {held * model.kv_bytes / GIB:.2g} GiB; use more"
         found.append(FieldError("kv_gib", machine.kv_gib, fix))
     elif not too_large and h and h > most:
         fix = f"the KV cache of an actor holds {most} sequences; use at most that many"
         found.append(FieldError("--sequences-in-progress", h, fix))
     if num_accelerators < machine.per_actor + fewest:
-        fix = f"an actor needs {machine.per_actor} of them and the trainer {fewest}; give more"
+        fix = f"an actor needs {machine.per_actor} and the trainer needs {fewest}; give at least {machine.per_actor + fewest}"
         found.append(FieldError("--accelerators", num_accelerators, fix))
     return found
 
@@ -166,7 +166,7 @@ def make_plan(
     tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Plan the fastest split within the recipe's lag limit. The recipe must have no `misfits`. `sequences_in_progress`: H; None
-    = the best. `tell` is called before each simulation. Raises `FieldError` if the limit allows no split."""
+    = the best. `tell` is called before each simulation. Raises `FieldError` if the lag limit allows no split."""
     held, most = tokens_held(lengths, longest_prompt(recipe)), most_in_progress(recipe, model, machine, lengths)
     fewest, max_lag = fewest_ranks(recipe, model, machine.memory_gib), recipe.algorithm.max_lag
     splits = possible_splits(recipe, model, machine, lengths, num_accelerators, sequences_in_progress)
@@ -199,8 +199,8 @@ def make_plan(
         _why_this_h(h, sequences_in_progress, most),
         f"{counted(h, 'sequence')}, each with {held:,.0f} tokens of prompt and unfinished completion on average, "
         f"take {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
-        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; activations leave room for "
-        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB, so at least {counted(fewest, 'rank')} must share the state",
+        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; activations leave "
+        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB for it, so at least {counted(fewest, 'rank')} must share it",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for each "
         f"weight update ({update_s:.2g} s) adds to it",
         *([f"unused: {counted(unused, 'accelerator')} of {num_accelerators:,}, because {takes} ranks"] if unused else []),
@@ -231,7 +231,7 @@ def rank_unit(recipe: Recipe) -> int:
 
 
 def fewest_together(recipe: Recipe, model: Model, memory_gib: float) -> int:
-    """Return the fewest trainer ranks that hold the states and that `rank_unit` divides."""
+    """Return the smallest multiple of `rank_unit` at which the ranks can hold weights, gradients and optimizer state."""
     unit = rank_unit(recipe)
     return math.ceil(fewest_ranks(recipe, model, memory_gib) / unit) * unit
 

@@ -345,7 +345,7 @@ def _hub_error(config: TaskConfig, error: Exception) -> UserError:
     if isinstance(error, ValueError) and "split" in said.lower():
         return FieldError("task.split", config.split, f"{config.path} has no such split: {said}")
     if isinstance(error, ValueError) and "config" in said.lower():
-        return FieldError("task.config", config.subset, f"{config.path} cannot be read with this configuration: {said}")
+        return FieldError("task.subset", config.subset, f"{config.path} cannot be read with this configuration: {said}")
     if isinstance(error, DatasetNotFoundError | ConnectionError):
         fix = "the hub cannot be reached from here, and the cache of this machine does not hold this set"
         return Lacking("task.path", config.path, fix)

@@ -102,7 +102,7 @@ def test_a_set_of_the_hub_is_read_by_name_and_what_is_not_there_is_named(tmp_pat
     )
     assert split[1].startswith("task.split = 'dev': openai/gsm8k has no such split")
     assert "'train', 'test'" in split[1]
-    assert subset[1].startswith("task.config = 'other': openai/gsm8k cannot be read with this configuration")
+    assert subset[1].startswith("task.subset = 'other': openai/gsm8k cannot be read with this configuration")
     assert "'main', 'socratic'" in subset[1]
     assert column[1].startswith("task.answer_field = 'solution': openai/gsm8k has no such field; ")
     assert column[1].endswith("question, answer")

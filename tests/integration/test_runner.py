@@ -82,7 +82,7 @@ async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: P
     assert "left" not in recorder.shown[-1]["step"]
     assert "step 60/60 | version 60 | reward 1.000" in run.printed.getvalue()
     assert run.printed.getvalue().count("warning: algorithm.max_lag = 1: is below the largest lag") == 1
-    narrow = "warning: algorithm.clip_low = 0.2: together with algorithm.clip_high (0.2) it cuts 41% of the tokens"
+    narrow = "warning: algorithm.clip_low = 0.2: together with algorithm.clip_high (0.2) it clips 41% of the tokens"
     assert run.printed.getvalue().count(narrow) == 1
     assert run.printed.getvalue().count("warning: in 5 steps, all completions of each prompt earned the same reward") == 1
     failed = r"a sequence failed: reward_crashed: KeyError at my_rewards.py:4\x1b[2J (all failures: "

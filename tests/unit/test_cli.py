@@ -156,7 +156,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
             f"{PLAN} 7B --lengths 64 --set actor.engine.gpu_memory_utilization=0.9",
             "mine: 2 problems\n  - actor.engine.gpu_memory_utilization = 0.9: vLLM needs at least 0.4 for weights",
         ),
-        (f"{PLAN} 7B --lengths 64", "--accelerators = 2: an actor needs 1 of them and the trainer 2; give more"),
+        (f"{PLAN} 7B --lengths 64", "--accelerators = 2: an actor needs 1 and the trainer needs 2; give at least 3"),
         ("report .", "has no recipe.yaml"),
         ("report nosuch", "RUN_DIR = 'nosuch': there is no such folder; give the folder of a run"),
         ("report p.jsonl", "is a file; give the folder of a run"),
@@ -216,8 +216,8 @@ def test_a_recipe_is_told_what_its_gpus_have_to_hold(pipelinerl: Command) -> Non
     assert code == 0
     assert "60.0 GiB for vLLM: weights 14.3" in printed
     assert "20.0 outside vLLM, of which updates need 16.3" in printed
-    assert "all nodes), and 43.0 of host memory for copies of the weights" in printed
-    assert "and 71.7 of host memory for" in pipelinerl(*gsm, "--set", "weights.log=nats")[1], "two more for the weight log"
+    assert "all nodes), and 43.0 GiB of host memory for copies of the weights" in printed
+    assert "and 71.7 GiB of host memory for" in pipelinerl(*gsm, "--set", "weights.log=nats")[1], "two more for the weight log"
     named = {"70B-team/a_7B": "7.7B", "a/1B/step-5": "1.1B", "a/0.5B-2B-v3": "2.2B"}
     for name, parameters in named.items():
         assert f"parameters   {parameters}," in pipelinerl(*gsm, "--set", f"model.name={name}", "--fields-only")[1], name

@@ -150,7 +150,7 @@ def test_bfloat16_needs_gpus_that_have_it() -> None:
     old, new = gpu(0, name="Tesla T4").model_copy(update={"capability": 75}), gpu(1)
     assert place(recipe(), [old, new], SMALL).placement.trainer == place(recipe(), [new], SMALL).placement.trainer
     said = refusal(recipe(), [old], SMALL)
-    assert said.startswith("model.dtype = 'bfloat16': Tesla T4 cannot compute in it (compute capability 8.0 is needed); use")
+    assert said.startswith("model.dtype = 'bfloat16': Tesla T4 cannot compute in this dtype (compute capability 8.0 is")
     small = old.model_copy(update={"free_bytes": 16 * GIB, "total_bytes": 16 * GIB})
     assert refusal(recipe(), [small, small], 1_543_714_304) == said
     with pytest.raises(FieldError, match=r"model\.dtype"):
@@ -184,7 +184,7 @@ def test_on_one_gpu_vllm_gets_what_trainer_and_updates_leave() -> None:
     assert own["PYTORCH_ALLOC_CONF"] == f"expandable_segments:True,{limit}"
     for said in (refusal(recipe(f"actor.engine.gpu_memory_utilization={share}"), here) for share in (0.5, 0.03)):
         assert "needs at least 0.17 for weights" in said
-        assert "and may have at most 0.28; use a value between, or auto" in said
+        assert "and may have at most 0.28; use a value between these, or auto" in said
     with_reference = place(recipe("algorithm.kl_coefficient=0.1"), here, SMALL).recipe
     assert with_reference.actor.engine.gpu_memory_utilization == 0.24, "0.92 GiB more"
     quantised = place(recipe("actor.engine.quantization=fp8"), here, SMALL).recipe
@@ -317,7 +317,7 @@ def test_a_placement_by_hand_names_gpus_by_position_or_uuid() -> None:
         ('{"trainer": ["0"]}', "--placement.actors = {'trainer': ['0']}: Field required; give JSON"),
         ('{"trainer": ["0"], "actors": [["1"]], "spares": []}', "--placement.spares = []: Extra inputs are not permitted"),
         ('{"trainer": ["0"], "actors": ["1"]}', "--placement.actors.0 = '1': Input should be a valid array"),
-        ('{"trainer": ["7"], "actors": [["1"]]}', "'7': no such GPU: 0 is NVIDIA H100"),
+        ('{"trainer": ["7"], "actors": [["1"]]}', "'7': no such GPU; use a number or UUID of these: 0 is NVIDIA H100"),
         ('{"trainer": [0, 0], "actors": [[1]]}', "two ranks or two actors may not"),
         ('{"trainer": ["0"], "actors": [["1"], ["GPU-1"]]}', "two ranks or two actors may not"),
         ('{"trainer": ["0"], "actors": []}', "GPUs for at least one actor"),

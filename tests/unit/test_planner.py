@@ -135,7 +135,7 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
         make_plan(recipe_with(0), model, machine, lengths, 9)
     told = [str(one) for one in misfits(recipe_with(3), model, machine, lengths, 1, 50000)]
     assert re.search(r"--sequences-in-progress = 50000: .* holds \d+ sequences", told[0])
-    assert told[1:] == ["--accelerators = 1: an actor needs 1 of them and the trainer 1; give more"]
+    assert told[1:] == ["--accelerators = 1: an actor needs 1 and the trainer needs 1; give at least 2"]
     trainer = recipe_with(None).trainer.model_copy(update={"context_parallel": 2, "shard_ranks": 4})
     parts = recipe_with(None).model_copy(update={"trainer": trainer})
     uneven = make_plan(parts, model, replace(machine, per_actor=3), lengths, 9, sequences_in_progress=16)
@@ -143,7 +143,7 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
     said = "unused: 2 accelerators of 9, because an actor takes 3, and context_parallel and shard_ranks need a multiple of 4"
     assert any(one.startswith(said) for one in uneven.reasons)
     assert [str(one) for one in misfits(parts, model, replace(machine, per_actor=3), lengths, 6)] == [
-        "--accelerators = 6: an actor needs 3 of them and the trainer 4; give more"
+        "--accelerators = 6: an actor needs 3 and the trainer needs 4; give at least 7"
     ]
     limited = parts.model_copy(update={"algorithm": recipe_with(1).algorithm})
     fewer = "5 accelerators would be as fast: 1 actor and 4 trainer ranks; "
