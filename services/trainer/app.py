@@ -83,7 +83,7 @@ async def serve(
 async def log_writer(
     settings: TrainerSettings, recipe: Recipe, sender: WeightSender, bus: Bus
 ) -> AsyncIterator[LogWriter | None]:
-    """Yield a writer of the weight log; None if the recipe has no log. Raises `FieldError` if its limit or place is invalid."""
+    """Yield a writer of the weight log; None if the recipe has no log. Raises `FieldError` for an invalid limit or location."""
     weights = recipe.weights
     if not weights.log_place:
         yield None

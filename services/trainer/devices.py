@@ -37,7 +37,7 @@ def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path
     if not visible:
         raise UserError(f"torch sees no GPU{_cause(torch, environment, nodes)}")
     named = [name.strip() for name in environment.get(VISIBLE, "").split(",")]
-    wanted = list(takewhile(lambda name: name not in ("", "-1"), named))  # CUDA stops reading there
+    wanted = list(takewhile(lambda name: name not in ("", "-1"), named))  # CUDA ignores all later names
     if len(wanted) > len(visible) and not any(name.startswith("MIG-") for name in wanted):
         fix = f"CUDA shows only the first {len(visible)} of these GPUs; correct {wanted[len(visible)]!r}"
         raise UserError(f"{VISIBLE} = {environment[VISIBLE]!r}: {fix}")

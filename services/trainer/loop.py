@@ -1,9 +1,9 @@
 """The optimizer loop: take batches from `Intake`, compute steps, send versions through `WeightUpdater`, evaluate and record.
 
-A version is offered when no earlier one is in transfer. While an evaluation or probe measures a version, actors only stage the
+A version is sent once no earlier one is in transfer. While an evaluation or probe measures a version, actors only stage the
 next one, and no further version is sent. Except in conventional mode, the next batch is computed while a version is sent. A
-single compute thread makes all calls to the model, through `PolicyTrainer`. With `actor.colocate`, the steps of a phase begin
-when the engine sleeps; the engine wakes up for the version after these steps.
+single compute thread makes all calls to the model, through `PolicyTrainer`. With `actor.colocate`, trainer and engine take
+turns: the steps of a phase begin when the engine sleeps, and the engine wakes up for the version after these steps.
 
 Before the first step, the loop takes over a checkpoint and the streams from the run's previous trainer. For the next trainer it
 writes the journal, and the part of checkpoints that is not tensors.
@@ -110,7 +110,7 @@ class PolicyTrainer:
         torch.cuda.empty_cache()
 
     def begin_checkpoint(self, version: int) -> Callable[[Path], None]:
-        """Copy the training state on all ranks, and to rank 0 the weights to export. All must be of `version`.
+        """Copy the training state on all ranks, and gather the weights to export on rank 0. The weights must be of `version`.
 
         Return a function that writes the export into an existing folder, and the state into `resume/state` below it. Call it at
         most once, on another thread, before the next checkpoint begins. It makes the state durable; the caller must sync the
@@ -233,13 +233,13 @@ class OptimizerLoop:
             await retry_forever(self._bus.empty, "empty the streams after a rollback")
             intake.position = (await self._bus.sequences_info()).last_position
         position, prompts, arrived = await retry_forever(lambda: scan_in_flight(self._bus, intake.position), "read the streams")
-        if position < intake.position or is_emptied:  # if NATS lost its data, positions may begin again
+        if position < intake.position or is_emptied:  # if NATS lost its data, positions may begin at 1 again
             self.journal.write({"event": "position", "position": position})
             self.checkpoints.positions = dict.fromkeys(self.checkpoints.positions, position)
         intake.position = position
         published = await self._feeder.adopt(reserved, prompts, arrived, f"i{incarnation}")
         log.info(
-            "incarnation %d resumes from version %d and log position %d; %d groups are open, %d were published again",
+            "incarnation %d resumes from version %d and position %d of SEQUENCES; %d groups are open, %d were published again",
             incarnation,
             self.version,
             position,
@@ -418,7 +418,7 @@ class OptimizerLoop:
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
         """Begin to send the current version, unless the commit of an earlier one waits for a measurement to end. `measure`: the
-        current version will be measured, so first wait for the running measurement."""
+        current version is measured next, so first wait for a running measurement."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()
@@ -461,7 +461,7 @@ class OptimizerLoop:
             await self._offer(self._carried_s)
 
     def _due(self, every_steps: int) -> bool:
-        """Return whether a measurement every `every_steps` steps is due. Only versions that are sent are measured."""
+        """Return whether a measurement of every `every_steps`-th version (0 = none) is due. Unsent versions are skipped."""
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _check_policy(self) -> None:

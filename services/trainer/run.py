@@ -48,7 +48,7 @@ DISMISS_S = 1.5
 LAST_ANNOUNCEMENT_S = 120.0
 """Maximum seconds to wait at the run's end until the weight log has the last version."""
 LAST_UPLOAD_S = 1800.0
-"""Maximum seconds to wait for the last upload before the process exits (`settings.linger` is false)."""
+"""Maximum seconds to wait for the last upload before the process exits (only without `settings.linger`)."""
 HEARTBEATS_ALONE = "departed actors are noticed only by their own message or by a missing heartbeat"
 
 
@@ -171,8 +171,7 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Wait for the expected actors. At the timeout, raise `ServiceError`. With `linger`, or while an actor starts, warn and
-        continue to wait instead."""
+        """Wait for the expected actors. At the timeout, raise `ServiceError`; with `linger` or starting actors, only warn."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:
@@ -180,7 +179,8 @@ class TrainingRun:
                     return await self.updater.wait_for_members(expected)
             except TimeoutError as error:
                 if not self._settings.linger and not self.updater.starting:
-                    raise ServiceError(f"{self._too_few(expected)}. Look at the actors' logs, or raise that timeout") from error
+                    fix = "Look at the actors' logs, or raise weights.join_timeout_s"
+                    raise ServiceError(f"{self._too_few(expected)}. {fix}") from error
             log.warning("%s; still waiting", self._too_few(expected))
 
     def _too_few(self, expected: int) -> str:
@@ -277,7 +277,7 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
 
 
 async def _wait_at_end(work: Coroutine[Any, Any, None], most_s: float, lacking: str) -> None:
-    """Wait for `work` at most `most_s`. If it takes longer or is stopped, log what is `lacking`."""
+    """Wait for `work` at most `most_s` seconds. If it takes longer or is stopped, log `lacking`, what the run then lacks."""
     try:
         async with asyncio.timeout(most_s):
             await work

@@ -26,7 +26,7 @@ from pipelinerl.service.settings import RankSettings
 
 TRAIN, USE, SCORE, SAVE, HEARTBEAT, END = "train", "use", "score", "save", "beat", "end"
 WEIGHTS, ADAPTER, VALUE_HEAD = "weights", "adapter", "value head"
-"""Kinds of rank 0's orders. The last three order all ranks to gather these parameters."""
+"""Kinds of rank 0's orders. `WEIGHTS`, `ADAPTER` and `VALUE_HEAD` order all ranks to gather these parameters."""
 BATCHES = "batches"
 """Kind of the messages with a step's batches."""
 
@@ -72,7 +72,7 @@ class Message:
 
 ORDER_TIMEOUT = timedelta(minutes=30)
 """Maximum time for which a rank waits for rank 0's next message. Rank 0 sends one every `loop.HEARTBEAT_S` seconds, except
-during long computations. The limit only matters if rank 0 loads the model for longer, or vanished without closing its
+during long computations. The limit only matters if rank 0 loads the model for longer, or vanishes without closing its
 connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
 """Maximum duration of a collective on tensors, including the wait for ranks that are still computing."""
@@ -101,14 +101,13 @@ class Links:
     def receive(self, *sources: int) -> list[Message]:
         """Receive the next message of each source, from all sources at the same time."""
 
-        def filled(rooms: list[list[NDArray[Any]]]) -> list[list[NDArray[Any]]]:
-            parts = [
-                (room.reshape(-1).view(np.uint8), source) for source, own in zip(sources, rooms, strict=True) for room in own
-            ]
+        def filled(arrays: list[list[NDArray[Any]]]) -> list[list[NDArray[Any]]]:
+            pairs = zip(sources, arrays, strict=True)
+            parts = [(array.reshape(-1).view(np.uint8), source) for source, own in pairs for array in own]
             works: list[Any] = [dist.irecv(torch.from_numpy(part), at, group=self.group) for part, at in parts if part.size]
             for work in works:
                 work.wait(self._patience)
-            return rooms
+            return arrays
 
         lengths = filled([[np.zeros(1, dtype=np.int64)] for _ in sources])
         headers = [json.loads(text.tobytes()) for (text,) in filled([[np.empty(size, np.uint8)] for ((size,),) in lengths])]

@@ -199,7 +199,7 @@ async def test_a_model_that_the_run_did_not_build_is_refused(tmp_path: Path, bui
     hub = recipe_of(model={"source": "hub", "name": "org/model"}, task={})
     other = recipe_of(model={**TINY["model"], "name": "second"})  # type: ignore[dict-item]
     for recipe, source, reason in (
-        (hub, "org/model", "is a hub model, org/model: it is not sent to actors"),
+        (hub, "org/model", "is a hub model, org/model: actors load it themselves"),
         (other, str(built), "the recipes differ"),
     ):
         async with trainer(recipe, source) as address:

@@ -194,7 +194,7 @@ def test_the_flash_kernel_equals_padded_rows(window: int | None, shared: bool, m
 
 def test_attention_terms_that_would_be_dropped_and_models_whose_state_crosses_sequences_are_refused() -> None:
     tokens = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(FieldError, match="needs softcap: set eager"):
+    with pytest.raises(FieldError, match="needs softcap, which auto lacks: set eager"):
         varlen_attention(torch.nn.Identity(), tokens, tokens, tokens, None, packed=PackedLayout(np.array([3])), softcap=30.0)
     model = build(MambaConfig, MambaForCausalLM, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
     with pytest.raises(FieldError, match=r"MambaForCausalLM scores packed sequences.*; use another architecture"):
@@ -337,6 +337,8 @@ def test_sequences_of_advantage_zero_have_a_forward_pass_only_and_change_no_figu
     assert everything.flops - prepared.flops == pytest.approx(2 * cost)
     # Other terms of the loss reach them, and a step of nothing else stays a step.
     for other in ({"entropy_coefficient": 0.1}, {"kl_coefficient": 0.1}, {"advantage": "value"}):
+        if "advantage" in other:
+            add_value_head(policy)
         _, prepared, _ = stepped(**other)
         assert [batch.has_gradient for batch in prepared.shares[0]] == [True], other
     alone = Learner(policy, AlgorithmConfig(), TrainerConfig()).prepare([silent], 0)

@@ -119,7 +119,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Context for computing and recording a step. No checkpoint begins in it. After `write(last=True)`, it never begins."""
+        """Context to compute and record a step. No checkpoint begins in it. After `write(last=True)`, it blocks forever."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # waits until the process ends
@@ -196,7 +196,7 @@ _KEPT = ("_weight_conversions", "peft_config")
 
 class PolicyExport:
     """Exports a policy in `dtype` as a Hugging Face folder. Training waits during `stage`, and continues during `write`.
-    `form` is the model without tensors (on the meta device); transformers writes files with it. So the writing thread uses
+    transformers writes the files of `form`, a model without tensors (on the meta device), so that the writing thread uses
     nothing that a step changes. `stage` overwrites the tensors of the previous call, which must already be written."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:

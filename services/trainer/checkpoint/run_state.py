@@ -188,7 +188,7 @@ def _held_from_json(content: Mapping[str, Any], sequences: Mapping[str, Sequence
 
 def journaled_state(run_dir: Path, run: str, version: int, recipe: Recipe) -> RunState:
     """From the journal and metrics.jsonl, reconstruct the state right after the step that made `version`. The state holds no
-    sequences, so those in flight will be generated again. Raises `FieldError` if the journal ends before the step does, and
+    sequences, so those in flight will be generated again. Raises `FieldError` if the journal ends before that step, and
     `LedgerViolation` if the journal contradicts itself."""
     tracker, sizes, kept = SequenceTracker(), dict[str, int](), set[str]()
     end, is_made, findings = None if version else 0, False, Findings()
@@ -249,7 +249,7 @@ class Start:
     saved_at_s: float | None = None
     """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
     changes: tuple[str, ...] = ()
-    """Recipe fields that changed since that checkpoint (without one, since the last start), with old and new value."""
+    """Recipe fields that changed since the checkpoint in `folder` (if None, since the last start), with old and new value."""
 
     @property
     def version(self) -> int:

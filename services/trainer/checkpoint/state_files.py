@@ -220,9 +220,9 @@ class StateSaver:
         """On ranks other than 0, write or drop the staged state when rank 0 decides. Do not call this on the compute thread."""
         assert self._others is not None, "a single rank has no rank 0 to follow"
         try:
-            told = self._others.receive_order()
-            if told.kind == FOLDER:
-                self.write(Path(told.fields["folder"]))
+            order = self._others.receive_order()
+            if order.kind == FOLDER:
+                self.write(Path(order.fields["folder"]))
         except (PipelineRLError, OSError) as error:
             log.error("this rank's part of a checkpoint was not written: %s", error)
         finally:

@@ -6,7 +6,7 @@ the newest complete folder. A folder without a manifest comes from other tools a
 
 Training never waits for uploads. A newer checkpoint replaces a waiting one. The files are first linked into another folder,
 because the checkpoint may be removed meanwhile. A restarted trainer uploads the newest checkpoint if it has not yet been
-uploaded. A thread makes each attempt, because a store may hang.
+uploaded. Each attempt has its own thread, because a store may hang.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class Evaluator:
     def _result(self, version: int, answers: Mapping[int, Sequence]) -> HeldoutResult:
         failures = [answers[one].failure if one in answers else "no answer" for one in range(len(self._problems))]
         left_out = ["" if failure in ("", EMPTY_COMPLETION) else short_reason(failure) for failure in failures]
-        told = dict(Counter(filter(None, left_out)))
+        by_reason = dict(Counter(filter(None, left_out)))
         by_set: dict[str, list[list[bool | None]]] = {}
         sets: dict[str, Accuracy] = {}
         for name, numbers in self._by_task(range(len(self._problems))).items():
@@ -218,9 +218,9 @@ class Evaluator:
                 sets[name] = replace(accuracy, reported=reported)
         overall = accuracy_of(problem for name in self._recipe.mixture for problem in by_set.get(name, ()))
         if overall is None:
-            raise ServiceError(f"no held-out problem has a verdict: {told}")
-        if told:
-            log.warning("held-out accuracy of version %d leaves out answers, by reason: %s", version, told)
+            raise ServiceError(f"no held-out problem has a verdict: {by_reason}")
+        if by_reason:
+            log.warning("held-out accuracy of version %d leaves out answers, by reason: %s", version, by_reason)
         num_tokens = sum(answer.num_episode_tokens for answer in answers.values())
         return HeldoutResult(version, overall, num_tokens, tuple(answers[one] for one in self._shown(answers)), sets)
 
@@ -317,7 +317,7 @@ def compare(
             differences.append(float(off.max()))
             bounded = float(np.median(off)) if of_median else differences[-1]
             share, error = served_share(scored.logprobs, trained, trained if base is None else base)
-            which = "half of the log-probabilities are" if of_median else "log-probabilities are"
+            which = "half of the log-probabilities are at least" if of_median else "log-probabilities are up to"
             if bounded > tolerance:
                 problem = f"{which} {bounded:.3g} nats off, more than {tolerance:g}"
             elif abs(share - 1) > SHARE_TOLERANCE + error:

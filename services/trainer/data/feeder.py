@@ -159,10 +159,10 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Take over the groups of an earlier incarnation, which reserved all numbers below `reserved`. Return how many were
-        published again. Call this before reading the log. `prompts`, `arrived`: groups on the streams (`scan_in_flight`). Open
-        all groups up to the highest reserved number on the streams; `run` opens later ones. An open group that is on no stream
-        is published again, with a message id that ends with `name`."""
+        """Take over the groups of an earlier incarnation, which reserved all numbers below `reserved`. Call this before reading
+        the log. First open all groups up to the last reserved one on a stream; `run` opens later ones. Then publish the open
+        groups that are on no stream again, with message ids that end with `name`, and return their number. `prompts`,
+        `arrived`: groups on the streams (`scan_in_flight`)."""
         named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
         last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)
         while self.next_group <= last:

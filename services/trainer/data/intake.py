@@ -32,7 +32,7 @@ from services.trainer.learn.batch import TrainingGroup
 log = logging.getLogger(__name__)
 
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
-"""Default of `trainer.give_up_after_groups`: as many as `STEPS_IN_A_ROW` steps need, but at least `FEWEST_IN_A_ROW`."""
+"""Default of `trainer.give_up_after_groups`: the groups of `STEPS_IN_A_ROW` steps, but at least `FEWEST_IN_A_ROW`."""
 MOST_IN_VAIN = 16
 """A run that began without a checkpoint ends if a task's first `MOST_IN_VAIN + sampling.group_size` rewards all time out. Tasks
 with a judge are exempt."""

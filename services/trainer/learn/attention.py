@@ -96,7 +96,7 @@ class RowPart:
         return slice(self.index * own, (self.index + 1) * own)
 
     def counts(self, length: int, predictors: Tensor, host: NDArray[np.int64] | None) -> list[int]:
-        """Return how many `predictors` (int64[C], ascending) each rank has. `host`: copy in host memory, which saves a wait."""
+        """Return how many `predictors` (int64[C], ascending) each rank has. `host`: their copy in host memory, if any."""
         places = predictors.cpu().numpy() if host is None else host
         edges = np.arange(1, self.ranks) * (length // self.ranks)
         ends = [*np.searchsorted(places, edges).tolist(), len(places)]
@@ -143,8 +143,8 @@ class PackedLayout:
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Return (number of sequences, length of the longest) for each run of similar lengths. A run becomes a padded batch.
-        Each of its sequences has at least half the longest length, so at most half of the batch is padding."""
+        """Return (number of sequences, length of the longest) for each padded batch of consecutive sequences. Each sequence of
+        a batch has at least half the longest length, so at most half of the batch is padding."""
         blocks: list[tuple[int, int]] = []
         rows, longest, shortest = 0, 0, int(self.lengths[0])
         for length in self.lengths.tolist():
@@ -245,7 +245,7 @@ def varlen_attention(
     vars(module)["packed_window"] = sliding_window
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise FieldError("model.attention", "auto", f"this architecture needs {name}: set eager")
+            raise FieldError("model.attention", "auto", f"this architecture needs {name}, which auto lacks: set eager")
     if packed is None:
         raise FieldError("model.attention", "auto", "this architecture does not pass on the sequences' boundaries: set eager")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

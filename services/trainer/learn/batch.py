@@ -84,7 +84,7 @@ class HostMicroBatch:
     reported: NDArray[np.int64]
     """[S]: position of the branch in the step if rank 0 needs the log weights of its tokens, else -1."""
     has_gradient: bool = True
-    """True if any token's loss may have a gradient. All ranks have the same value."""
+    """False if no backward pass is needed. The n-th micro-batches of all ranks have the same value."""
 
     def on(self, device: torch.device | str, pad_multiple: int = 1) -> MicroBatch:
         """Return the micro-batch on `device`, with a row padded to a multiple of `pad_multiple` tokens."""
@@ -139,9 +139,9 @@ def host_microbatch(
     actors: NDArray[np.int64] | None = None,
     reported: NDArray[np.int64] | None = None,
 ) -> HostMicroBatch:
-    """Pack `branches` into a row, longest first. The given arrays have one entry per branch. `version`: policy version of the
-    gradient. `share_prompts`: put a prompt of several branches into the row only once. `branches` may be empty, because a rank
-    may run out of them before the others; the row is then only padding."""
+    """Pack `branches` into a row, longest first. The given arrays have one entry per branch. `version`: policy version before
+    the step, from which lags are counted. `share_prompts`: put a prompt of several branches into the row only once. `branches`
+    may be empty, because a rank may run out of them before the others; the row is then only padding."""
     given = list(branches)
     order = sorted(range(len(given)), key=lambda index: -given[index].num_tokens)
     members = [given[index] for index in order]

@@ -167,8 +167,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def served_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each parameter in the order of `named_parameters`; tied parameters come once. With sharded
-    weights, every rank must iterate to the end. Shards are gathered in `dtype`, to which the caller rounds, except those of a
-    weight with an adapter."""
+    weights, every rank must iterate to the end. `dtype`: the caller will round to it, so shards are gathered in it. A weight
+    with an adapter is gathered in its own dtype."""
     for name, parameter, adapter in served_parameters(model):
         if adapter is None:
             yield name, whole(parameter, dtype)

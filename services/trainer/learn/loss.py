@@ -79,7 +79,7 @@ class LossOutput:
 
 
 def reinforce(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """The paper's equation 5: −min(c, w) · A · log π, no gradient through w."""
+    """The paper's equation 5: −min(c, w) · A · log π with w = π / μ and c = `clamp`. No gradient flows through w."""
     log_weights = (logprobs - batch.behaviour_logprobs).detach()
     truncated = log_weights.clamp(max=math.log(config.clamp)).exp()
     return -truncated * batch.advantages * logprobs, log_weights > math.log(config.clamp)
@@ -127,7 +127,7 @@ advantages and normalisation, whose defaults `AlgorithmConfig` sets."""
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return an estimate of KL(π ‖ reference) per token, never negative (GRPO, arXiv 2402.03300, eq. 4). Both [C], nats."""
+    """Return an estimate of KL(π ‖ reference) per token, never negative (GRPO, arXiv 2402.03300, eq. 4). Inputs: [C], nats."""
     log_ratio = (reference_logprobs - logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return log_ratio.exp() - log_ratio - 1
 

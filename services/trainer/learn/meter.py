@@ -38,8 +38,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def cost_model_of(model: PreTrainedModel) -> CostModel:
     """Return a training step's cost / `TRAINING_PASSES`, as a function of sequence lengths. Frozen weights get no gradients, so
-    their products take two passes instead of three. Matrices are counted in the model itself, so any architecture works. Of a
-    mixture's experts, only those that a token visits count."""
+    their products take two passes instead of three. The matrices are found among the model's parameters, so any architecture
+    works. Of a mixture's experts, only those that a token visits count."""
     text: Any = model.config.get_text_config()
     decoder, head = model.get_decoder(), model.get_output_embeddings().weight
     uncounted = {id(module.weight) for module in decoder.modules() if isinstance(module, torch.nn.Embedding)} | {id(head)}
@@ -133,7 +133,7 @@ SAMPLED_WEIGHTS, LAG_0_TOKENS = "sampled_weights", "lag_0_tokens"
 second has two numbers for each actor: its tokens of lag 0, and how many of these have |log π − log μ| above the bound."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
 """Results of `bound_of`. The float32 bound is ten times the probe's tolerance. In 16 bits, single tokens differ much more than
-the median token. Quantised weights in the engine make them differ even more."""
+the median token, which the probe checks. With quantised weights in the engine, they differ even more."""
 
 
 def in_sixteen_bits(recipe: Recipe) -> bool:
@@ -149,16 +149,16 @@ def bound_of(recipe: Recipe) -> float:
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
-    """Return up to two sequences of a step: the first, and the one with the most versions, from another group if possible."""
+    """Return a step's sequences for samples: the first, and the one with the most versions, from another group if possible."""
     first, *rest = groups[0].sequences
     others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
 
 
 LARGEST_LOG_WEIGHT = 80.0
-"""Bound on log w in means of w, which could otherwise overflow (e^80 is 5e34). The ESS does not need it."""
+"""Upper bound on log w before w = e^(log w) is summed, because the sum could overflow (e^80 is 5e34). The ESS needs none."""
 EQUAL = 1e-12
-"""Variance, relative to the mean square, below which returns count as equal. Rounding causes about 1e-16."""
+"""Returns count as equal if their variance is at most this share of their mean square. Rounding alone causes about 1e-16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,14 +173,14 @@ class TokenStatistics:
     moments: NDArray[np.float64]
     """[2, 3]: number, sum and sum of squares of returns, and of returns − baseline; all 0 without a learned baseline."""
     actors: NDArray[np.int64]
-    """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many of them are above the bound or not finite."""
+    """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many have a |log weight| above the bound, or not finite."""
     reported: NDArray[np.float64]
     """[R, 2]: for each reported token, the position of its branch in the step, and its log weight."""
 
 
 def token_statistics(values: NDArray[np.float32], batches: tuple[HostMicroBatch, ...], bound: float) -> TokenStatistics:
-    """Return statistics of the per-token values [4, C] or [5, C] that `Learner.compute` describes. `bound`: largest |log
-    weight| of a token of lag 0 at which actor and trainer agree."""
+    """Return statistics of the per-token values [4, C] or [5, C] that `Learner.compute` describes. `bound`: a token of
+    lag 0 with a larger |log weight| counts as a disagreement of actor and trainer."""
     of_tokens = [(one.lags, one.advantages, one.actors[one.branch_index], one.reported[one.branch_index]) for one in batches]
     lags, returns, actors, branches = map(np.concatenate, zip(*of_tokens, strict=True))
     by_lag = np.bincount(lags)

@@ -25,8 +25,8 @@ DEFAULTS = TrainerConfig()
 def load_policy(
     source: str, config: ModelConfig, trainer: TrainerConfig = DEFAULTS, device: torch.device | str = "cpu"
 ) -> Policy:
-    """Load the model from folder or hub id `source` onto `device`, with new adapters if `trainer` has them. Raises `FieldError`
-    if the model does not load or does not suit the recipe."""
+    """Load the model from folder or hub id `source` onto `device`, with new adapters if `trainer.lora` is set. Raises
+    `FieldError` if the model does not load or does not suit the recipe."""
     if Path(source).is_dir():
         if not (Path(source) / "config.json").is_file():
             raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
@@ -101,7 +101,7 @@ def frozen_copy(policy: Policy) -> Policy:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder layers in order of depth: those that transformers marks, else the longest `ModuleList`, else none."""
+    """Return the decoder layers in order of depth: those that transformers marks; else the longest `ModuleList`, if any."""
     modules = list(model.modules())
     marked: list[torch.nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     lists = [list(module) for module in modules if isinstance(module, torch.nn.ModuleList)]
@@ -123,7 +123,7 @@ def compile_policy(policy: Policy, device: torch.device) -> None:
         torch.compile(lambda x: 2 * x)(torch.ones(8, device=device))
     except RuntimeError as error:
         needed = "a C++ compiler (g++, or the one that CXX names)" if device.type == "cpu" else "Triton and a C compiler"
-        fix = f"torch.compile needs {needed}: install that, or set false ({first_line(error)})"
+        fix = f"torch.compile needs {needed}: install it, or set false ({first_line(error)})"
         raise FieldError("trainer.compile", True, fix) from error
     AttentionInterface.register(VARLEN, torch.compiler.disable(varlen_attention, reason="its layout differs by row"))
     for layer in layers:

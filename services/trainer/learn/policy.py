@@ -1,9 +1,9 @@
 """A Hugging Face causal language model that scores chosen tokens of a packed row: log-probabilities, entropies and values.
 
 `Policy.forward` calls backbone, output head and value head, because FSDP gathers sharded weights when a module's `forward`
-begins. Logits are computed only at sampled positions. A plain linear head is evaluated here in blocks: the logits of all tokens
-for a range of the vocabulary. The backward pass recomputes them, unless one block holds the whole vocabulary. A model that does
-more to its logits (soft capping, scaling, another head) computes them itself.
+begins. Logits are computed only at sampled positions. With a plain linear head, this module computes the logits in blocks. Each
+block has the logits of all tokens for a range of the vocabulary. The backward pass computes blocks again, unless one block has
+the whole vocabulary. A model with another head, or with soft-capped or scaled logits, computes its logits itself.
 
 Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Training data must be sampled without top-p and
 top-k, because log π is always that of the full distribution.
@@ -28,7 +28,7 @@ from services.trainer.learn.attention import VARLEN, RowPart, forward_arguments,
 from services.trainer.learn.batch import TokenRow, token_row
 
 MAX_LOGITS = 2**25
-"""Maximum number of logits (tokens × vocabulary entries) in a block. A block has 128 MiB in float32; two exist at a time."""
+"""Maximum number of logits (tokens × vocabulary entries) in a block. A float32 block has 128 MiB; up to two exist at a time."""
 MAX_LOGITS_ON_GPU = 2**27
 """`MAX_LOGITS` for GPUs: 512 MiB per block, for fewer and larger kernels."""
 ALIGNED_WORDS = 128
@@ -39,7 +39,7 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 class TokenScores(NamedTuple):
     """Scores of C tokens at the sampling temperature, float32[C] each, in nats. `values`: the learned baseline v_φ, predicted
-    before the token; None without a value head."""
+    from the tokens before each token; None without a value head."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -135,7 +135,7 @@ class Policy(nn.Module):
             logprobs = self.scores(row, predictors, row.input_ids[0, 1 : len(tokens)]).logprobs.cpu().numpy()
         for module in self.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # some keep gathered weights for a backward pass, but none follows
+                module.reshard()  # some modules keep gathered weights for a backward pass, but none follows here
         return logprobs
 
 
@@ -176,7 +176,7 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -
 @torch.no_grad()
 def _packing_error(policy: Policy, shared: int = 0) -> float:
     """Return the largest difference in log-probabilities, nats, between two packed sequences and the model's own forward pass
-    of each. Both begin with the same `shared` tokens, which the packed row has only once."""
+    of each. Both sequences begin with the same `shared` tokens, which the packed row has only once."""
     generator = np.random.default_rng(0)
     first, second = (generator.integers(0, policy.vocab_size, size=length) for length in PROBE_LENGTHS)
     second[:shared] = first[:shared]
@@ -282,7 +282,7 @@ class Head:
     """int64[C]"""
     temperature: float = 1.0
     max_logits: int | None = None
-    """Maximum number of logits in a block; None = `MAX_LOGITS`, or `MAX_LOGITS_ON_GPU`."""
+    """Maximum number of logits in a block; None = `MAX_LOGITS`, on a GPU `MAX_LOGITS_ON_GPU`."""
     rounded: bool = False
     """Round logits to the inputs' dtype, as the head itself would."""
     compiled: bool = False
@@ -339,18 +339,18 @@ def _scan(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) over the logits z of each block, and combine the blocks.
 
     Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. log p
-    is the logit minus the log-normaliser. For a single uncompiled block, both are relative to the token's largest logit.
+    is the logit minus the log-normaliser. If the single block is not compiled, a token's largest logit is subtracted from both.
     """
     blocks = head.blocks()
     buffer = head.buffer()
-    room = None if head.compiled else head.buffer()
+    scratch = None if head.compiled else head.buffer()
     chosen = head.hidden.new_zeros(len(head.hidden), dtype=head.dtype)
     found = []
     for words in blocks:
         logits = head.logits(words, buffer)
         index, inside = head.place(words)
         chosen = torch.where(inside, logits.gather(1, index[:, None])[:, 0], chosen)
-        found.append(_compiled(_sums)(logits) if room is None else _sums(logits, logits, head.view(room, words)))
+        found.append(_compiled(_sums)(logits) if scratch is None else _sums(logits, logits, head.view(scratch, words)))
     largest, sums, weighted = (torch.stack(part) for part in zip(*found, strict=True))
     peak = largest.amax(0)
     shift = largest - peak
@@ -363,14 +363,14 @@ def _scan(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return chosen - peak - log_total, entropy, log_normaliser, kept
 
 
-def _sums(logits: Tensor, shifted: Tensor | None = None, room: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return m, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z. `shifted`: memory for z − m, which may be `logits`.
-    `room`: memory of the same shape. Compiled code needs neither."""
+def _sums(logits: Tensor, shifted: Tensor | None = None, scratch: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z. `shifted`: memory for z − m, may be `logits`.
+    `scratch`: memory of the same shape for exp(z − m). Compiled code needs neither."""
     largest = logits.amax(1)
     shifted = torch.sub(logits, largest[:, None], out=shifted)
-    exponentials = torch.exp(shifted, out=room)
+    exponentials = torch.exp(shifted, out=scratch)
     total = exponentials.sum(1)
-    return largest, total, torch.mul(exponentials, shifted, out=room).sum(1)
+    return largest, total, torch.mul(exponentials, shifted, out=scratch).sum(1)
 
 
 @cache

@@ -33,7 +33,7 @@ from services.trainer.learn.policy import Policy
 from services.trainer.world import ADAPTER, BATCHES, END, SCORE, TRAIN, USE, WEIGHTS, Message, RankLayout, World
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have the same number."""
+"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have the same length."""
 
 
 def batch_message(version: int, share: Share) -> Message:
@@ -64,15 +64,15 @@ class PreparedStep:
     flops: float
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
-    """Seconds in `plan` and `build`, which run during the previous step."""
+    """Seconds of the phases `plan` and `build`, which run during the previous step."""
     sampled: Mapping[str, list[int]]
-    """Positions of the branches of `meter.sampled_sequences` in the step, by sequence id."""
+    """For each of `meter.sampled_sequences`, by id: the positions of its branches in the step."""
     actors: tuple[str, ...]
     """Names of the actors that sampled the sequences. `HostMicroBatch.actors` has indices into it."""
 
 
 class Learner:
-    """A policy and its optimizer on one rank, with a frozen reference policy if `kl_coefficient` > 0. Rank 0 gives orders."""
+    """A policy and its optimizer on one rank, with a frozen reference policy if `kl_coefficient` > 0."""
 
     def __init__(
         self,
@@ -88,6 +88,8 @@ class Learner:
     ) -> None:
         """`temperature`: sampling temperature of μ. `reference`: policy of the KL term, whose adapters are ignored; may be
         `policy`. `compute_dtype`: dtype of matrix products, if not that of the weights. `bound`: see `token_statistics`."""
+        assert algorithm.advantage != "value" or policy.value_head is not None, "advantage: value needs a value head"
+        assert algorithm.kl_coefficient == 0 or reference is not None, "kl_coefficient > 0 needs a reference"
         self.policy = policy
         self.algorithm = algorithm
         self.trainer = trainer
@@ -102,15 +104,15 @@ class Learner:
         self._phases = meter.PhaseTimer(partial(torch.cuda.Event, enable_timing=True) if policy.device.type == "cuda" else None)
         other_terms = self.reference is not None or algorithm.entropy_coefficient > 0
         self._sent: set[PreparedStep] = set()
-        """Steps not taken yet. gloo never delivers a later message of a link on which an unfinished send was dropped."""
+        """Steps whose sends may be unfinished. If one were dropped, gloo would deliver no later message on that link."""
         self._only_advantages = algorithm.advantage != "value" and not other_terms
         """True if a sequence with advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
         """Plan and pack one optimizer step of all ranks on `groups` at policy version `version`. All branches of a sequence get
-        its advantage and weight. On rank 0, also begin to send each rank its batches. Any thread may call this. Take the steps
-        in the order of these calls. Raises `FieldError` if a branch exceeds `tokens_per_microbatch`, and `RuntimeError` if a
-        rank is gone."""
+        its advantage and weight. On rank 0, also begin to send each rank its batches. Any thread may call this. Steps must be
+        taken in the order in which they were prepared. Raises `FieldError` if a branch exceeds `tokens_per_microbatch`, and
+        `RuntimeError` if a rank is gone."""
         sequences = [sequence for group in groups for sequence in group.sequences]
         branches = [branch for sequence in sequences for branch in sequence.all_branches]
         owners = np.repeat(np.arange(len(sequences)), [len(sequence.all_branches) for sequence in sequences])
@@ -153,11 +155,11 @@ class Learner:
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
         """Return a plan, and how many slots at its start need no backward pass. A slot is one micro-batch per rank. `silent`:
-        branches without a gradient. They get separate slots, unless all are silent or several ranks would need more slots."""
+        branches without a gradient. Unless all branches are silent, silent ones get separate slots if this is cheaper."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
-            # With more slots, several ranks would gather all weights more often.
+            # Separate slots save backward passes, but with more slots, several ranks would gather all weights more often.
             if self.world.layout.data_ranks == 1 or len(forward.slots) + len(both.slots) <= len(plan.slots):
                 forward_costs = [[cost / meter.TRAINING_PASSES for cost in costs] for costs in forward.costs]
                 return StepPlan(forward.slots + both.slots, forward_costs + both.costs), len(forward.slots)
@@ -207,7 +209,7 @@ class Learner:
         first, totals, figures = self.compute(prepared.shares[0])
         parts = [first]
         if links is not None:
-            for report in links.receive(*range(layout.sequence_ranks, layout.size, layout.sequence_ranks)):  # one per row
+            for report in links.receive(*range(layout.sequence_ranks, layout.size, layout.sequence_ranks)):  # one rank per row
                 parts.append(meter.TokenStatistics(**report.arrays))
                 figures["memory_peak_gib"] = max(figures["memory_peak_gib"], report.fields["memory_peak_gib"])
         loads = [len(batch.token_ids) for share in prepared.shares for batch in share if len(batch.lengths)]
@@ -227,7 +229,7 @@ class Learner:
         figures[meter.SAMPLED_WEIGHTS] = {
             name: np.concatenate([weights[branches == branch] for branch in own]) for name, own in prepared.sampled.items()
         }
-        of_actors = meter.summed([part.actors for part in parts]).tolist()  # ends with the last actor that has a token of lag 0
+        of_actors = meter.summed([part.actors for part in parts]).tolist()  # up to the last actor that has a token of lag 0
         figures[meter.LAG_0_TOKENS] = dict(zip(prepared.actors, of_actors, strict=False))
         return figures
 
@@ -256,7 +258,7 @@ class Learner:
         return meter.token_statistics(of_tokens, share, self._bound), totals, figures
 
     def microbatch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Add one micro-batch's gradient, and return its values [4 or 5, C] and totals [4] (`compute`), on the device."""
+        """Add one micro-batch's gradient, and return its values [4 or 5, C] and totals [4] (see `compute`), on the device."""
         given, reference = (batch.row, batch.predictors, batch.targets, self.temperature), None
         with torch.set_grad_enabled(batch.has_gradient):
             scores = self.policy.scores(*given, self.algorithm.entropy_coefficient > 0)
@@ -280,9 +282,9 @@ class Learner:
             return self.policy.sequence_logprobs(token_ids)
 
     def gather(self, kind: str, dtype: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Yield whole parameters by their checkpoint names. All ranks must iterate to the end. `WEIGHTS`: the weights that
-        actors serve. `VALUE_HEAD`: the value head. `ADAPTER`: A and B of each adapted layer. `dtype`: name of the dtype to
-        which the caller will round all weights, so shards are gathered in it; empty = no rounding."""
+        """Yield (name in checkpoints, whole parameter). All ranks must iterate to the end. `kind`: `WEIGHTS` (the weights that
+        actors serve), `VALUE_HEAD`, or `ADAPTER` (A and B of each adapted layer). `dtype`: for `WEIGHTS`, name of the dtype to
+        which the caller will round, so that shards are gathered in this dtype; empty = no rounding."""
         self.order(kind, dtype=dtype)
         if kind == WEIGHTS:
             return served_weights(self.policy.model, getattr(torch, dtype) if dtype else None)

@@ -265,8 +265,8 @@ STATE_METRICS = (
                 lambda run: run.intake.tokens_arrived_here, "tokens"),
     StateMetric("bad_messages", "Unusable messages: sequences of the run, and control messages since this trainer started.",
                 lambda run: run.intake.bad_messages + run.updater.bad_messages),
-    StateMetric("quarantined_actors", "Actors whose log-probabilities are not those of the policy that they name "
-                "(weights.verify_logprobs).", lambda run: len(run.intake.quarantine.actors), "actors"),
+    StateMetric("quarantined_actors", "Actors whose log-probabilities are not those of the policy version that "
+                "they report (weights.verify_logprobs).", lambda run: len(run.intake.quarantine.actors), "actors"),
     StateMetric("checkpoint_version", "Version of the newest checkpoint; no series before the first.",
                 lambda run: max(run.checkpoints.positions, default=None)),
     StateMetric("checkpoint_timestamp_seconds", "Unix time of the newest checkpoint, which an earlier trainer may have "

@@ -197,6 +197,6 @@ def behind_key(app: ASGIApp, key_file: Path | None) -> ASGIApp:
 
 
 def page_hosts(settings: TrainerSettings) -> list[str]:
-    """Return the names by which browsers may open the live page, besides the interface's; none if there is no page."""
+    """Return the host names by which browsers may open the live page, besides `http_host`; none if there is no page."""
     names = [*LOCAL_NAMES, bracketed(settings.advertise_host), *(name.strip() for name in settings.page_hosts.split(","))]
     return list(filter(None, names)) if settings.page else []

@@ -338,8 +338,8 @@ class TensorBoardTracker:
         _silence("tensorboard")
         purged = run.version + 1 if run.incarnation > 1 else None
         self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=purged)
-        told = {**run.params, "live_page": run.page}
-        rows = [f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |" for name, value in told.items()]
+        shown = {**run.params, "live_page": run.page}
+        rows = [f"| `{name}` | {json.dumps(value, ensure_ascii=False)} |" for name, value in shown.items()]
         self._writer.add_text("recipe", "\n".join(["| field | value |", "|---|---|", *rows]), run.version)
         self._writer.flush()
 

@@ -118,7 +118,7 @@ class DeadlinePassed:
 
 @dataclass(frozen=True)
 class HoldCommits:
-    """During an evaluation or probe, stage versions after `above`, but do not commit them. None ends this."""
+    """Stage versions after `above`, but do not commit them, because an evaluation or probe runs. `above` None: commit again."""
 
     above: int | None
 
@@ -208,8 +208,8 @@ class Coordinator:
         """Return how many seconds after its start the phase counts as stuck or too slow, if no further answer arrives.
 
         Each answer extends the time by `deadline_s`, up to `limit_s` after the first answer. Once more than half have answered,
-        `SLOW` times their median is a further limit, but not below `deadline_s`. While the trainer sends, only `limit_s`
-        applies, because the transfer itself notices a stuck chunk. `answers_s`: seconds from the phase's start to each answer.
+        the time also ends at `SLOW` times the median of `answers_s`, but not before `deadline_s`. While the trainer sends, only
+        `limit_s` applies: the transfer notices stuck chunks itself. `answers_s`: seconds from the phase's start to each answer.
         """
         if self.phase is Phase.SENDING and TRAINER not in self.answered:
             return limit_s

@@ -69,6 +69,7 @@ class _Registered:
     version: int = -1
     """Newest version that the actor is known to serve; -1 = none."""
     joined: bool = False
+    """True after the actor's arrival was reported, until its departure is reported."""
     failures: int = 0
     """Consecutive failures, in epochs or on side groups."""
     rest: int = 0
@@ -95,7 +96,7 @@ class Roster:
             known.member, known.rest = member, max(known.rest - 1, 0)
 
     def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
-        """Remove an actor that is no longer registered. Return its departure, unless it never served or has been reported."""
+        """Remove an actor that is no longer registered. Return its departure if it had `joined`."""
         known = self._actors.pop(actor, None)
         self._behind.pop(actor, None)
         if known is None or not known.joined:
@@ -168,12 +169,12 @@ class Roster:
         """Return the departure that a pod's end causes; None if the pod has no actor. The actor of a deleted pod departs twice:
         at the deletion, and when its processes have ended."""
         of_pod = [member for member in present.values() if member.pod_uid == pod.uid]
-        told = () if pod.still_running else self._ended.get(pod.uid, ())
+        deleted = () if pod.still_running else self._ended.get(pod.uid, ())
         if pod.final:
             self._ended[pod.uid] = tuple(of_pod) if pod.still_running else ()
             while len(self._ended) > MOST_REMEMBERED:
                 del self._ended[next(iter(self._ended))]
-        of_pod.extend(told)
+        of_pod.extend(deleted)
         return MembersLeaving(tuple(of_pod), pod.reason, pod.still_running) if of_pod else None
 
     def has_left(self, member: Member) -> bool:
@@ -217,7 +218,7 @@ class LogReaders(Roster):
         return self.served([known.member], 0, version) if known is not None and version > known.version else []
 
     def leaves(self, actor: str, reason: str, *, left: bool, process: str = "") -> list[MemberChange]:
-        """Remove an actor that is shutting down or no longer registered. With `process`, remove only that process of it."""
+        """Remove an actor that is shutting down or no longer registered. With `process`, keep it if it has restarted."""
         known = self._actors.get(actor)
         if known is None or process not in ("", known.member.process):
             return []

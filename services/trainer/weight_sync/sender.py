@@ -141,7 +141,7 @@ class WeightSender:
 
     @torch.no_grad()
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
-        """Copy the parameters. On a device, queue later changes of them on the caller's stream. Raises `ManifestDiffers`."""
+        """Copy the parameters. On a device, later work of the caller's stream waits for the copy. Raises `ManifestDiffers`."""
         with self.placement.beside():
             num_bytes, device = self.manifest.total_bytes, self.placement.device
             if device.type == self.group_placement.device.type == "cpu":
@@ -163,8 +163,8 @@ class WeightSender:
     def broadcast(
         self, snapshot: Snapshot, group: WeightGroup, timeout_s: float, given_up: threading.Event | None = None
     ) -> Future[TransferResult]:
-        """Start to send on `group` on a separate thread, without chunks that all receivers already have. Until it ends, no
-        other code may use the group. A failure closes the group. Setting `given_up` stops it within the stall timeout."""
+        """Start to send on `group` on a separate thread, without chunks that all receivers already have. Until sending ends, no
+        other code may use the group. A failure closes the group. Setting `given_up` stops sending within the stall timeout."""
         started, placement, stop = time.monotonic(), group.placement, given_up or threading.Event()
         first = group.first_chunk(snapshot.manifest.content(snapshot.version))
         kept, chunks = snapshot.manifest.chunks[:first], snapshot.manifest.chunks[first:]

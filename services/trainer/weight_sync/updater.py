@@ -1,6 +1,6 @@
 """Send policy versions to the actors: one transfer session serves the members of the epoch, and one serves each side group.
 
-`offer` returns when sending has begun, so the next batch is computed meanwhile. The epoch has at most one version in transfer.
+`offer` waits only for the previous version, so the next batch is computed during a transfer. Epochs send one version at a time.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class TransferSession:
                 self.record.round_trip_s = time.monotonic() - self._begun_at
                 self._end_spans()
             case c.Evicted(actor, epoch, reason):
-                if self.joiners:  # for other members, the recorder logs it
+                if self.joiners:  # the recorder logs evictions from the epoch
                     log.warning("actor %s leaves side group %d: %s", actor, epoch, reason)
                 self._span.add_event("evicted", {a.ACTOR: actor, a.REASON: reason})
         if isinstance(action, c.FormGroup | pb.Announce | pb.Commit):  # a phase begins
@@ -181,7 +181,7 @@ class TransferSession:
     async def _broadcast(self, group: CollectiveGroup, snapshot: Snapshot, epoch: int, version: int) -> None:
         try:
             with child(trace_of(self._span), "weight_update.transfer", attributes={a.EPOCH: epoch}):
-                sent = await group.broadcast(snapshot, 2 * self._updater.limit_s)  # so that `DeadlinePassed` comes first
+                sent = await group.broadcast(snapshot, 2 * self._updater.limit_s)  # twice: `DeadlinePassed` comes first
         except TransferError as error:
             self._updater.post(self, c.TransferFailed(epoch, str(error)))
             return
@@ -222,10 +222,10 @@ class TransferSession:
 
 
 class WeightUpdater:
-    """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time,
-    besides that for sending, from the offer of the first version until an actor serves it. `on_change`: called when a version
-    is served or actors are gone. `log`: writer of the weight log, if there is one. If all actors read this log, a version
-    counts as served once one of them serves it."""
+    """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time
+    from the offer of the first version until an actor serves it, without the time for sending. `on_change`: called when a
+    version is served or actors are gone. `log`: writer of the weight log, if any. If all actors read this log, a version counts
+    as served once one of them serves it."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class WeightUpdater:
 
     @property
     def serving(self) -> dict[str, c.Member]:
-        """Return the actors that are known to serve `served_version`, without log readers that cannot be called."""
+        """Return the actors that are known to serve `served_version`. Log readers that cannot be called are left out."""
         return self.roster.serving(self.served_version) | self.readers.serving(self.served_version)
 
     @property
@@ -380,7 +380,7 @@ class WeightUpdater:
             raise ServiceError(
                 f"no actor served version {self._main.record.version} within {self._join_timeout_s:g} s "
                 f"(weights.join_timeout_s) plus the time for sending. {unwritten}Actors that cannot join: "
-                f"{self.reasons or 'none'}. Look at the actors' logs, or raise the timeout"
+                f"{self.reasons or 'none'}. Look at the actors' logs, or raise weights.join_timeout_s"
             ) from error
 
     async def _watch_members(self) -> None:
@@ -440,7 +440,7 @@ class WeightUpdater:
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post an answer of this incarnation to the session of its epoch, or else to the main session, which ignores it."""
+        """Post an answer of this incarnation to the session of its epoch. The main session ignores answers to ended epochs."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, pb.Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
@@ -463,7 +463,7 @@ class WeightUpdater:
             del self._reasons[next(iter(self._reasons))]
 
     def post(self, session: TransferSession | None, event: c.Event | None) -> None:
-        """Queue an event for `session`, or for the membership if that is None. `event` None: the wait for joiners is over."""
+        """Queue an event for `session`, or about membership if `session` is None. `event` None: the wait for joiners ends."""
         self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:
