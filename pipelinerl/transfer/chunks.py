@@ -125,9 +125,9 @@ def pack(
     ManifestDiffers if a parameter is missing, or has another shape or dtype.
     """
     stream = torch.empty(manifest.total_bytes, dtype=torch.uint8) if into is None else into
-    places = {spec.name: index for index, spec in enumerate(manifest.parameters)}
+    indices = {spec.name: index for index, spec in enumerate(manifest.parameters)}
     for name, tensor in parameters.items() if isinstance(parameters, Mapping) else parameters:
-        index = places.pop(name, None)
+        index = indices.pop(name, None)
         if index is None:
             continue
         spec, offset, size = manifest.parameters[index], manifest.offsets[index], manifest.sizes[index]
@@ -137,7 +137,7 @@ def pack(
             raise ManifestDiffers(name, "dtype", dtype_name(tensor.dtype), spec.dtype)
         _as_tensor(stream[offset : offset + size], spec, manifest).copy_(tensor)
         stream[offset + size : offset + aligned(size)].zero_()
-    for index in places.values():
+    for index in indices.values():
         raise ManifestDiffers(manifest.parameters[index].name, "presence", "missing", "present")
     return stream
 
@@ -154,10 +154,10 @@ def version_checksum(manifest_id: str, chunk_checksums: Sequence[int]) -> int:
 
 
 class Unpacker:
-    """Allocates memory for chunks with `take(n)` → uint8[n], and turns arrived chunks into tensors, views of that memory.
+    """Allocates memory for chunks with `take(n)` → uint8[n], and returns arrived chunks as tensors that are views of it.
 
-    Call `room` for each chunk in order, and `add` in the same order for each chunk that has arrived. One thread may call `room`
-    and another `add`. The chunks of a large tensor share one piece of memory.
+    Call `memory_for` for each chunk in order, and `add` in the same order for each chunk that has arrived. One thread may call
+    `memory_for` and another `add`. The chunks of a large tensor share one piece of memory.
     """
 
     def __init__(self, manifest: Manifest, take: Callable[[int], Tensor]) -> None:
@@ -165,7 +165,7 @@ class Unpacker:
         self._incomplete: deque[Tensor] = deque()
         """Memory of tensors that have not been returned yet, in order."""
 
-    def room(self, chunk: Chunk) -> Tensor:
+    def memory_for(self, chunk: Chunk) -> Tensor:
         """Return the memory for the chunk's bytes, uint8[chunk.num_bytes], contents undefined."""
         start = self._manifest.offsets[chunk.parameters[0]]
         if chunk.offset == start:
@@ -174,7 +174,7 @@ class Unpacker:
         return self._incomplete[-1][begin : begin + chunk.num_bytes]
 
     def rewind(self, chunk: Chunk) -> None:
-        """Forget the memory of `chunk`, the next one to add, and of later chunks. Call `room` for them again afterwards."""
+        """Forget the memory of `chunk`, the next one to add, and of later chunks. Their memory must then be requested again."""
         while len(self._incomplete) > (chunk.offset > self._manifest.offsets[chunk.parameters[0]]):
             self._incomplete.pop()
 
@@ -226,8 +226,8 @@ _Item = TypeVar("_Item")
 def prefetch(items: Iterable[_Item], buffers: int, name: str) -> Generator[_Item, None, None]:
     """Yield the items, which a thread makes in advance. Always close the generator.
 
-    At most `buffers` (≥ 2) items exist at a time, the last one yielded included. The error of an item is raised in its place.
-    Closing waits for the item in progress, so making one must not take forever.
+    At most `buffers` (≥ 2) items exist at a time, including the last one yielded. If making an item fails, its error is raised
+    when the item is due. Closing waits for the item that is being made, so making one must not take forever.
     """
     assert buffers >= 2, "one item is yielded while another is made"
     iterator, end, thread = iter(items), object(), ThreadPoolExecutor(1, name)

@@ -1,11 +1,11 @@
 """Objects of the weight log as bytes: anchors, which are safetensors files, and lossless deltas from one version to another.
 
-An anchor's header follows from manifest and version, so a reader only compares it. A delta has a header, then one record per
-chunk of the manifest: the number of bytes that follow (0 if the chunk is unchanged), two counts, and a block compressed by
-zstd. The counts are those of the block's words and bytes of gaps. A word has 2 bytes in a chunk with a 16-bit tensor, else 4.
-The block holds the gaps before the changed words, then each word's old XOR new value, all lowest bytes first. A gap of n words
-has n // 255 bytes of 255, then one byte n % 255. If over a quarter of the words changed, the block has no gaps, but the XORs
-of all words.
+Manifest and version determine an anchor's header, so a reader only compares it. A delta has a header, then one record per
+chunk of the manifest. A record begins with the number of bytes that follow, 0 if the chunk is unchanged. Next are the numbers
+of words and gap bytes in its block, and the block, compressed by zstd. A word has 2 bytes in a chunk with a 16-bit tensor, else
+4. The block holds the gaps before the changed words, then the XOR of each word's old and new value: first the lowest bytes of
+all words, then the next. A gap of n words has n // 255 bytes of 255, then one byte n % 255. If over a quarter of the words
+changed, the block has no gaps, but the XORs of all words.
 
 The device that holds the versions finds the changed words. Only the block's words and their positions are copied to the host.
 Compressing and decoding take one core, in calls that release the GIL. Decoding checks sizes before it allocates memory.
@@ -42,7 +42,7 @@ _ZSTD = pyarrow.Codec("zstd", compression_level=1)
 
 
 class LogDamaged(TransferError):
-    """An object or an announcement of the weight log is wrong. `object`: its key. `field`: its wrong part."""
+    """An object or an announcement of the weight log is wrong. `object`: its key or name. `field`: its wrong part."""
 
     def __init__(self, object: str, field: str, problem: str) -> None:
         self.object, self.field = object, field

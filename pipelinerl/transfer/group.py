@@ -72,7 +72,7 @@ class Placement:
             callers.wait_stream(self.stream)
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or a copy of it in host memory, after the work that is queued on the stream."""
+        """Return the tensor itself from host memory, or a copy from a device after the work that is queued on the stream."""
         with self.scope():
             return tensor.cpu()
 
@@ -182,9 +182,10 @@ def _abort(group: Any) -> None:
 
 @contextmanager
 def _without_watchdog(timeout_s: float) -> Iterator[None]:
-    """Set the environment for making a group without torch's watchdog. torch reads the timeout only once per process."""
+    """Set the environment for making a group without torch's watchdog."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _making:
+        # torch reads this timeout only once per process.
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
         before = os.environ.get(name)
         os.environ[name] = "1"
@@ -242,8 +243,8 @@ class WeightGroup:
         """Connect to the other `spec.world - 1` ranks.
 
         `given_up` ends the wait of this rank, or of all ranks if this is rank 0. With NCCL, it also ends later broadcasts.
-        `patience_s`, for rank 0: maximum wait for the next rank after one has checked in. Raises DeadlineExceeded after either
-        time, TransferAborted if the meeting was given up, and GroupFailed for any other error, such as an unreachable store.
+        `patience_s`, for rank 0: maximum wait for the next rank after one has checked in. Raises DeadlineExceeded after
+        `timeout_s` or `patience_s`, TransferAborted if the meeting was given up, and GroupFailed for any other error.
         """
         stop, deadline = given_up or threading.Event(), time.monotonic() + timeout_s
 
@@ -277,11 +278,11 @@ class WeightGroup:
                 if stop.is_set():
                     raise TransferAborted(f"forming {spec.name} was abandoned")
                 raise DeadlineExceeded(spec.name, "an answer from the store", timeout_s)
-            is_late = time.monotonic() >= deadline  # one more wait, in which a process that stood still learns who is missing
+            is_late = time.monotonic() >= deadline  # wait once more: after a pause, `join` needs time to name missing ranks
         return meeting.result()
 
     def first_chunk(self, content: str) -> int:
-        """Return the index of the first chunk of this content that at least one receiver lacks."""
+        """Return the index of the first chunk that at least one receiver lacks. `content`: the version's, as in `Kept`."""
         return self.spec.kept.num_chunks if self.spec.kept.content == content else 0
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:

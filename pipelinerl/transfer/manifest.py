@@ -237,9 +237,9 @@ def _validate_low_rank(manifest: Manifest) -> None:
         raise FieldError("low_rank", sorted(set(used) ^ set(shapes)), "use each parameter as a factor of one weight")
     for item in manifest.low_rank:
         a, b, shape = shapes[item.a], shapes[item.b], tuple(item.shape)
-        width = (a[-1:] + b[:1]) if item.transposed else (b[:1] + a[-1:])
-        if not (len(a) == len(b) == 2 and a[0] == b[1] and shape == width):
-            raise FieldError(f"low_rank[{item.name}].shape", shape, f"must be that of B·A, with A {a} and B {b}")
+        product, wanted = ("(B·A)ᵀ", a[-1:] + b[:1]) if item.transposed else ("B·A", b[:1] + a[-1:])
+        if not (len(a) == len(b) == 2 and a[0] == b[1] and shape == wanted):
+            raise FieldError(f"low_rank[{item.name}].shape", shape, f"must be that of {product}, with A {a} and B {b}")
         if item.dtype not in DTYPE_BYTES:
             raise FieldError(f"low_rank[{item.name}].dtype", item.dtype, f"must be one of {sorted(DTYPE_BYTES)}")
         if not math.isfinite(item.scaling):

@@ -59,7 +59,7 @@ class ObjectMissing(TransferError):
 
 
 class LogStore(Protocol):
-    """A place for objects. `place`: its URL, or "nats". Every call may raise `StoreError`."""
+    """A store of objects. `place`: its URL, or "nats". Every call may raise `StoreError`."""
 
     place: str
 
@@ -101,8 +101,8 @@ def open_files(field: str, url: str) -> tuple[FileSystem, str]:
 
 
 async def watched(place: str, work: Callable[[Callable[[], None]], _Result], stall_s: float | None = None) -> _Result:
-    """Run `work` on a thread; it calls its argument after each step. Raises `StoreError` if `work` raises OSError or makes no
-    step for `stall_s` seconds (None = `STALL_S`). Then, or after a cancellation, the thread goes on until the store answers."""
+    """Run `work(step)` on a thread; it calls `step` after progress. Raises `StoreError` if `work` raises OSError or makes no
+    progress for `stall_s` seconds (None = `STALL_S`). The thread of a stalled or cancelled call ends once the store answers."""
     stepped_s, limit_s = time.monotonic(), STALL_S if stall_s is None else stall_s
 
     def step() -> None:
@@ -185,7 +185,7 @@ class FileStore:
     async def delete(self, key: str) -> None:
         def delete(_: object) -> None:
             with suppress(FileNotFoundError):
-                self._files.delete_file(f"{self._root}/{key}")  # also a writer's remains, whose names are not keys
+                self._files.delete_file(f"{self._root}/{key}")  # `key` may also be a partial file of a killed writer
 
         await watched(self.place, delete)
 

@@ -151,7 +151,9 @@ class Replica:
                 fix = "must be names of letters, digits, dashes and dots, separated by slashes"
                 raise LogDamaged(name, f"objects[{index}].key", f"is {one.key!r}, but {fix}")
             if one.key.endswith(_ANCHOR) != (index == 0) or len(one.sha256) != _SHA256_BYTES:
-                raise LogDamaged(name, f"objects[{index}]", f"has the key {one.key} and {len(one.sha256)} bytes of SHA-256")
+                wanted = f"the key of {'a delta' if index else 'an anchor'} and {_SHA256_BYTES} bytes of SHA-256"
+                problem = f"has the key {one.key} and {len(one.sha256)} bytes of SHA-256, but needs {wanted}"
+                raise LogDamaged(name, f"objects[{index}]", problem)
             if one.bytes > (most := largest_object(self._manifest)):
                 raise LogDamaged(name, f"objects[{index}].bytes", f"are {one.bytes}, but at most {most} are possible")
 

@@ -114,7 +114,7 @@ def unpacked(manifest: Manifest, stream: torch.Tensor, ahead: int = 1) -> list[t
     for chunk in manifest.chunks:
         while coming and coming[0].index <= chunk.index + ahead:
             arrived = coming.pop(0)
-            unpacker.room(arrived).copy_(chunk_of(stream, arrived))
+            unpacker.memory_for(arrived).copy_(chunk_of(stream, arrived))
         received += unpacker.add(chunk)
     return received
 
@@ -145,13 +145,13 @@ def test_an_unpacker_goes_on_after_chunks_that_were_received_in_part(ahead: int)
     for cut in range(len(manifest.chunks)):
         unpacker, received = Unpacker(manifest, lambda num_bytes: torch.full((num_bytes,), 99, dtype=torch.uint8)), []
         for chunk in manifest.chunks[:cut]:
-            unpacker.room(chunk).copy_(chunk_of(stream, chunk))
+            unpacker.memory_for(chunk).copy_(chunk_of(stream, chunk))
             received += unpacker.add(chunk)
         for chunk in manifest.chunks[cut : cut + ahead]:
-            unpacker.room(chunk).fill_(77)
+            unpacker.memory_for(chunk).fill_(77)
         unpacker.rewind(manifest.chunks[cut])
         for chunk in manifest.chunks[cut:]:
-            unpacker.room(chunk).copy_(chunk_of(stream, chunk))
+            unpacker.memory_for(chunk).copy_(chunk_of(stream, chunk))
             received += unpacker.add(chunk)
         assert [name for name, _ in received] == list(weights)
         assert all(torch.equal(tensor, weights[name]) for name, tensor in received)

@@ -45,7 +45,7 @@ RELEASE = "release"
 class Receiver:
     """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. A loader iterates
     over `tensors()` to the end, closes the iterator in any case, then calls `staged`. Closing takes at most the stall timeout;
-    the group is in use until then. `begin` runs a loader on a new thread. If the group breaks, this thread keeps its chunks and
+    the group is in use until then. `begin` runs a loader on a new thread. If the group breaks, that thread keeps its chunks and
     waits until `resume` continues or `drop` ends it. Call `begin`, `resume` and `drop` from one thread.
 
     `buffers`: number of chunks held at a time. With more than one, a thread receives the next chunks while the caller checks
@@ -165,7 +165,7 @@ class Receiver:
             header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=placement.device)
             self.group.broadcast(header, self._time_left())
             expected = chunks.announced_checksum(header, self.version, chunk)
-            raw = unpacker.room(chunk) if chunk.index >= len(self._checksums) else self._new_memory(chunk.num_bytes)
+            raw = unpacker.memory_for(chunk) if chunk.index >= len(self._checksums) else self._new_memory(chunk.num_bytes)
             self.group.broadcast(raw, self._time_left())
         self._receive_s += time.monotonic() - started
         return raw, expected
@@ -199,8 +199,8 @@ class Receiver:
 
 @dataclass(eq=False)
 class TransferWorker:
-    """Performs the actor's orders in one vLLM worker. `loading` is the first message to the actor. `stall_timeout_s` is the
-    time limit of one chunk, and of a Discard."""
+    """Performs the actor's orders in one vLLM worker. `loading` is the first message to the actor. The stall timeout,
+    which limits one chunk and a Discard, is `stall_timeout_s` or the manifest's `slowest_chunk_s`, whichever is longer."""
 
     rank: int
     loading: WeightLoading
