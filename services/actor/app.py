@@ -140,7 +140,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         max_context = self.recipe.model.max_context
         sampler = partial(Sampler, engine, gate, instance=instance, max_context=max_context, episodes=self.episodes)
         self.training = sampler(places=of_actor.sequences_in_progress, metrics=metrics, keep=held.keep)
-        # Evaluation decodes in places that training does not use, so that training does not wait for it.
+        # Evaluation has its own places in the engine, so that training does not wait for it.
         self._heldout = sampler(places=EVALUATION_SLOTS, split=Split.HELDOUT, stopped=self.stop)
         self._heldout_samples = asyncio.Semaphore(EVALUATION_SLOTS)
         samples = self.recipe.samples_in_progress

@@ -149,7 +149,7 @@ class Sampler:
         prompt, index, name = group.prompt_token_ids, start.sample_index, group.sequence_id(start.sample_index)
         room = self.max_context - len(prompt)
         if room < 1:
-            problem = f"prompt_too_long: {len(prompt)} tokens, context {self.max_context}"
+            problem = f"prompt_too_long: {len(prompt)} tokens leave no room in model.max_context ({self.max_context})"
             return failed_sequence(group, index, self.instance, problem)
         sampling = replace(group.sampling, max_tokens=min(group.sampling.max_tokens, room))
         seed = seed_of(group, index, len(start.completion_token_ids))
@@ -326,10 +326,10 @@ def bare(sequence: Sequence, failure: str) -> tuple[bytes, str]:
 class GenerationLoop:
     """Keeps H (`actor.sequences_in_progress`) sequences decoding, one in each place of its sampler.
 
-    Takes prompt groups from PROMPTS and passes finished samples to the finisher. Waits until the serving gate is open, which a
-    commit opens, a slot is free, and PROMPTS has a group. A sample holds a slot from its start until it enters the finisher's
-    bounded buffer. If the gate closes before all samples of a group have started, the others return to PROMPTS. There are H
-    slots, or more with episodes, because an episode that waits for its environment holds a slot but no place.
+    Takes the next prompt group from PROMPTS when a commit has opened the serving gate and a slot is free. Passes finished
+    samples to the finisher. A sample holds a slot from its start until it enters the finisher's bounded buffer. If the gate
+    closes before all samples of a group have started, the samples not started return to PROMPTS. There are H slots, or more
+    with episodes, because an episode that waits for its environment holds a slot but no place.
     """
 
     bus: Bus

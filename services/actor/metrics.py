@@ -112,7 +112,7 @@ class ActorMetrics:
         self.publish_seconds = metrics.histogram("publish_seconds", text, CALL_SECONDS)
 
     def _episodes(self, metrics: MetricSet) -> None:
-        text = "Running episodes, whether they decode a turn or wait for their environment or for a place."
+        text = "Running episodes. Each decodes a turn, waits for its environment, or waits until it may decode."
         self.episodes = metrics.gauge("episodes_in_progress", text, unit="episodes")
         text = "Turns that environments requested. They were sampled or, if an episode ran again, replayed from its record."
         self.episode_turns = metrics.counter("episode_turns_total", text, {"source": ("sampled", "replayed")}, unit="turns")

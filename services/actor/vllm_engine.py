@@ -225,7 +225,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(listeners: Sequence[OnStep]) -> StatLoggerFactory:
-    """Return a stat logger that only calls `listeners`. As it is a `PrometheusStatLogger`, vLLM adds none of its own."""
+    """Return a stat logger that only calls `listeners`. As it is a `PrometheusStatLogger`, vLLM adds no other one."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):

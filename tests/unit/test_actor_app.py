@@ -319,7 +319,8 @@ async def test_held_out_answers_come_back_scored_and_a_refused_prompt_costs_itse
         found = await answers(address, *groups)
         assert await one.num_stored() == 0, "they are not for training"
     failures = {sequence_id.lstrip("g0"): sequence.failure for sequence_id, sequence in found.items()}
-    refused = {"1.0": "engine: refused", "2.0": "prompt_too_long: 64 tokens, context 64", "4.0": "reward_timeout: "}
+    too_long = "prompt_too_long: 64 tokens leave no room in model.max_context (64)"
+    refused = {"1.0": "engine: refused", "2.0": too_long, "4.0": "reward_timeout: "}
     assert failures == dict.fromkeys((".0", ".1", "3.0"), "") | refused
     good = found["g00000000.1"]
     assert (good.completion_text, good.reward, good.spans) == ("7", 0.5, SPANS)

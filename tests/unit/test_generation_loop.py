@@ -199,7 +199,9 @@ def test_a_sequence_with_invalid_numbers_is_stored_as_a_failure() -> None:
 async def test_a_prompt_that_fills_the_context_fails_without_the_engine() -> None:
     async with stage() as one:
         await one.issue(0, prompt=tuple(range(64)))
-        assert {s.failure for s in await one.published(2)} == {"prompt_too_long: 64 tokens, context 64"}
+        assert {s.failure for s in await one.published(2)} == {
+            "prompt_too_long: 64 tokens leave no room in model.max_context (64)"
+        }
         assert one.engine.started == []
 
 

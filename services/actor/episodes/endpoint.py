@@ -120,7 +120,7 @@ class Endpoint:
         if body.get("functions"):
             raise Unrenderable(f"functions = {body['functions']!r:.100}: use tools, which replaced this field")
         if asked.stop_token_ids:
-            raise Unrenderable(f"stop_token_ids = {asked.stop_token_ids!r:.100}: the chat format's tokens end a turn; use stop")
+            raise Unrenderable(f"stop_token_ids = {asked.stop_token_ids!r:.100}: the chat format sets them; use stop instead")
         tools, may_call = asked.tools or [], asked.tool_choice != "none"
         context = context_of(chat, episode.served, messages, tools)
         self._count_ignored(ignored_fields(body, episode.sampling))
@@ -161,9 +161,9 @@ class Endpoint:
         refused = _refusal_of(error)
         # OpenAI's clients would otherwise retry after a 408 or 5xx, and be refused again.
         headers = {"x-should-retry": "false"} | ({"connection": "close"} if refused.status == 408 else {})
-        return JSONResponse(self._told(refused), refused.status, headers=headers)
+        return JSONResponse(self._error_of(refused), refused.status, headers=headers)
 
-    def _told(self, error: Refused) -> dict[str, Any]:
+    def _error_of(self, error: Refused) -> dict[str, Any]:
         """Count a refusal and return it as OpenAI's error object."""
         self._metrics.episode_refusals.labels(error.code).inc()
         kind = "server_error" if error.status >= 500 else "invalid_request_error"
@@ -180,12 +180,12 @@ class Endpoint:
                     await asyncio.wait((task,), timeout=KEEP_ALIVE_S)
                 yield task.result()
             except asyncio.CancelledError:
-                self._told(_hung_up_on())
+                self._error_of(_hung_up_on())
                 raise
             except Exception as error:
                 if not isinstance(error, Refused):
                     log.exception("a turn of an episode cannot be answered")
-                yield f"data: {json.dumps(self._told(_refusal_of(error)))}\n\n"
+                yield f"data: {json.dumps(self._error_of(_refusal_of(error)))}\n\n"
             finally:
                 task.cancel()
 
@@ -239,7 +239,7 @@ def _parsed(body: bytes) -> dict[str, Any]:
         parsed = json.loads(body)
         json.dumps(parsed, ensure_ascii=False).encode()  # fails for a lone surrogate, which JSON can escape
     except (ValueError, RecursionError) as error:
-        raise Unrenderable(f"the body is not JSON of Unicode text: {error}") from error
+        raise Unrenderable(f"the body cannot be read as JSON of Unicode text: {error}") from error
     if not isinstance(parsed, dict):
         raise Unrenderable("the body is not a JSON object")
     return parsed

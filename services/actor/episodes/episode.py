@@ -96,7 +96,7 @@ class Episode:
     """Maximum number of turns in one run of the environment. Turns whose client hung up count, too."""
     max_context: int
     turn_timeout_s: float
-    """Maximum seconds for a turn, including the wait for a free place of the `Sampler`."""
+    """Maximum seconds for a turn, including the wait until the `Sampler` may decode it."""
     failure: str = field(default="", init=False)
     """Why the engine or a deadline ended the episode, or empty. If set, all further requests are refused."""
 

@@ -295,7 +295,7 @@ class PlainFormat:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
         self._begin = list(tokenizer("")["input_ids"])[:1]
         self._end = tokenizer.eos_token_id
-        if self._begin == [self._end] != [tokenizer.bos_token_id]:  # this token only ends texts
+        if self._begin == [self._end] != [tokenizer.bos_token_id]:  # the tokenizer adds an end token, but no begin token
             self._begin = []
         self.stop_token_ids: tuple[int, ...] = () if self._end is None else (int(self._end),)
 

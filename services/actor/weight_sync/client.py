@@ -263,7 +263,7 @@ class WeightUpdateClient:
             raise CommitFailed(f"the engine cannot fall asleep or wake up: {error}") from error
 
     async def discard(self) -> None:
-        """Give up a running transfer or a staged version. Wait for the workers to do so, at most for the stall timeout."""
+        """Give up a running transfer or a staged version. Wait for the workers, at most for their stall timeout."""
         if self._link is not None:
             await self._link.ask(Discard())
 

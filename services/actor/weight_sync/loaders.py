@@ -1,4 +1,4 @@
-"""Loaders that put received tensors into a vLLM model. Each load brings all its weights.
+"""Loaders that put received tensors into a vLLM model. Each load brings a whole version of the weights.
 
 `choose` prefers the `ShadowLoader`. CUDA graphs and compiled models hold the addresses of weights, and need an `InPlaceLoader`.
 `PausedLoader` is for models that allow neither, and for devices without room for a second instance of the model.
@@ -54,8 +54,8 @@ class Loader(Protocol):
 
 def no_room(device: torch.device, share: float, *, weights: int = 0, layer: int = 0) -> str:
     """Return why an update does not fit on a GPU beside an engine that has `share` of its memory; empty if it fits. If only the
-    room for receiving is lacking, log a warning. `weights`: bytes of a second instance of the weights. `layer`: bytes
-    of the largest decoder layer, if weights are loaded during the pause."""
+    memory for receiving is lacking, log a warning and return "". `weights`: bytes of a second instance of the weights.
+    `layer`: bytes of the largest decoder layer, if weights are loaded during the pause."""
     if device.type != "cuda":
         return ""
     (free, total), needed = device_room(device), update_bytes(weights, layer)
@@ -130,7 +130,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
 
 
 def _of_any_rank(reason: str, peers: Any) -> str:
-    """Return this rank's reason to load during the pause, or a general one if only another rank has one. All must agree."""
+    """Return this rank's reason against a loader, or a general one if only another rank has one: all need the same loader."""
     there = torch.tensor(int(bool(reason)))
     torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX, group=peers.cpu_group)
     return reason or ("another rank of this actor cannot prepare weights while it generates" if there else "")

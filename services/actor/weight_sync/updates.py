@@ -310,7 +310,7 @@ class UpdateListener:
 
     @property
     def _is_behind(self) -> bool:
-        """Return whether the log has a newer version than the served one. False until that version's manifest is here."""
+        """Return whether the log has a newer version than the served one. False before that version's manifest."""
         newest, served = PolicyVersion(self._published.incarnation, self._published.version), self._gate.served
         return self._published.manifest_id == self.manifest_id != "" and (served is None or newest > served)
 
@@ -370,8 +370,8 @@ class UpdateListener:
         await self._answer("serving", pb.Serving, commit, headers, version=commit.version, stall_s=stall_s)
 
     async def _on_sleep(self, version: PolicyVersion) -> None:
-        """Wait for a running probe, put the engine to sleep and release the turn. Do nothing while the engine does not serve
-        `version` yet or a transfer uses the GPU; the trainer repeats the order."""
+        """Wait for a running `Score` call, put the engine to sleep and release the GPU. Do nothing if the engine does not yet
+        serve `version`, or if a transfer uses the GPU; the trainer repeats the order."""
         if self._turn is None or version != self._gate.served or self._gate.asleep or self.staging_state != "idle":
             return
         self._gate.sleep()
