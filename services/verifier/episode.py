@@ -440,17 +440,17 @@ def result_of(episode: Episode, base_url: str) -> VerifyResult:
     if not traces:
         raise EpisodeFailed("none of the episode's agents is trained")
     reward = fmean(trace.reward for trace in traces)
-    told = [one for trace in traces for one in _told_by(trace)]
+    numbers = [one for trace in traces for one in _numbers_of(trace)]
     last = [node.message.content for node in traces[-1].nodes if node.sampled]
     return VerifyResult(
         status=verifier_pb2.VERIFY_STATUS_OK,
         reward=reward,
         components={"answer": reward},
-        metrics={name: fmean(value for known, value in told if known == name) for name, _ in told},
+        metrics={name: fmean(value for known, value in numbers if known == name) for name, _ in numbers},
         answer=str(last[-1] or "") if last else "",
     )
 
 
-def _told_by(trace: Trace) -> list[tuple[str, float]]:
+def _numbers_of(trace: Trace) -> list[tuple[str, float]]:
     named = {**trace.metrics, **{name: reward.value for name, reward in trace.rewards.items() if reward is not None}}
     return [(name, float(value)) for name, value in named.items() if value is not None and math.isfinite(value)]

@@ -43,9 +43,9 @@ async def rehearse(recipe: Recipe, items: list[VerifyItem], forms: list[list[tup
                     item.completion_text = completion
                     (result,) = await pool.score([item])
                     if result.status != VERIFY_STATUS_OK or not wanted or result.answer == wanted[:MESSAGE_CHARACTERS]:
-                        told = {name: getattr(result, name) for name in ("seconds", "message", "answer")}
+                        fields = {name: getattr(result, name) for name in ("seconds", "message", "answer")}
                         reward = sum(term for name, term in result.components.items() if name.partition(".")[0] == "answer")
-                        _say(completion=completion, status=status_name(result.status), reward=reward, **told)
+                        _say(completion=completion, status=status_name(result.status), reward=reward, **fields)
                         break
                 if result.status == VERIFY_STATUS_TIMEOUT or result.message.startswith(DIED):
                     costly.add(item.task)

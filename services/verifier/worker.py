@@ -36,7 +36,7 @@ def run_process(prepare: Callable[[Recipe], Callable[[Connection, Connection], i
     try:
         serve = prepare(Recipe.model_validate_json(requests.recv_bytes()))
     except ImportError as error:  # raised by our scorers; a missing package of the user's code is a `UserError`
-        mistake = f"reward.scorer: {error}; pip install 'pipelinerl[verifier]'"
+        mistake = f"reward.scorer: {error}; run pip install 'pipelinerl[verifier]'"
     except (UserError, NoSandbox) as error:
         mistake = f"{'reward.sandbox: ' if isinstance(error, NoSandbox) else ''}{error}"
     results.send_bytes(mistake[:_MISTAKE_CHARACTERS].encode(errors="replace"))

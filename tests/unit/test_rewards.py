@@ -348,7 +348,12 @@ def test_json_schema_names_what_is_wrong_with_the_answer_and_a_bad_one_is_found_
     half = score_item(reward, wire_item('{"\\ud800": "x"}', {}))
     assert (half.status, half.reward, "\ufffd" in half.message) == (verifier_pb2.VERIFY_STATUS_OK, 0.0, True)
     assert json_schema_scorer(POINT)(item('{"x": "one"}')).reason == "$.x: 'one' is not of type 'integer'"
-    assert json_schema_scorer(POINT)(item("[" * 100_000)).value == 0.0
+    nested = {"type": "array", "items": {"$ref": "#"}}
+    for schema, answer in ((POINT, "[" * 100_000), (nested, "[" * 500 + "]" * 500)):
+        assert json_schema_scorer(schema)(item(answer)).reason == "the answer is nested too deeply to be checked"
+    assert json_schema_scorer(nested)(item("[" * 100 + "]" * 100)).value == 1.0
+    with pytest.raises(BadReference, match="schema: refers to itself without end"):
+        json_schema_scorer({"$ref": "#"})(item("[" * 32 + "]" * 32))
     with pytest.raises(FieldError, match=r"reward\.json_schema.*objekt"):
         json_schema_scorer({"type": "objekt"})
 
@@ -438,9 +443,9 @@ def test_what_is_no_number_is_no_reward(user_module: str) -> None:
         user_scorer("house_rewards:big")(item("x"))
     with pytest.raises(FieldError, match="a generator function"):
         user_scorer("house_rewards:several")
-    with pytest.raises(BadReward, match="has 129 terms; return at most 128"):
+    with pytest.raises(BadReward, match="has 129 entries; return at most 128"):
         user_scorer("house_rewards:many")(item("x"))
-    with pytest.raises(BadReward, match=r"name of a term has 101 characters; use at most 100: x{40}\.\.\."):
+    with pytest.raises(BadReward, match=r"name of an entry has 101 characters; use at most 100: x{40}\.\.\."):
         user_scorer("house_rewards:named")(item("x" * 101))
     assert user_scorer("house_rewards:named")(item("\ud800")).parts == {"\ufffd": 1.0}
 

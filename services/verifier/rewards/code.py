@@ -76,7 +76,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
     `FieldError` if this machine lacks the sandbox that the recipe requires."""
     means = Means.NONE if config.sandbox is False else strongest_means()
     if means is Means.NONE and config.sandbox is not False:
-        needs = "it needs libseccomp, and either bubblewrap with user namespaces or Landlock (Linux 6.2)"
+        needs = "a sandbox needs libseccomp, and either bubblewrap with user namespaces or Landlock (Linux 6.2)"
         fix = f"no sandbox for a model's programs works on this machine: {needs}; sandbox: false would trust all programs"
         raise FieldError("reward.sandbox", config.sandbox, fix)
 
@@ -263,7 +263,7 @@ def _does_something(node: ast.stmt) -> bool:
 
 def _text(given: Any) -> str:
     if given is None or isinstance(given, dict) or (isinstance(given, list) and any(isinstance(each, list) for each in given)):
-        raise TypeError(f"{given!r:.80} where a text is needed")
+        raise TypeError(f"{given!r:.80} must be a text")
     return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
@@ -310,7 +310,7 @@ def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
 
 
 def _refuse(*what: Any) -> Any:
-    raise TypeError(f"{what} is not JSON")  # nor is it made here, which could take much time or memory
+    raise TypeError(f"{what} is not JSON")  # making such an object here could take much time or memory
 
 
 def _same(result: Any, wanted: Any) -> bool:

@@ -36,7 +36,7 @@ from services.verifier.rewards.mathematics import math_scorer
 from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 
 MOST_TERMS, TERM_CHARACTERS = 128, 100
-"""Maximum number of terms of a user's function, and maximum length of their names."""
+"""Maximum number of terms, or of metrics, that users' code may return, and maximum length of their names."""
 MESSAGE_CHARACTERS = 500
 """Maximum length of a result's message and answer."""
 _FINISH_REASONS = {sequence_pb2.FINISH_REASON_STOP: "stop", sequence_pb2.FINISH_REASON_LENGTH: "length"}
@@ -57,7 +57,7 @@ class ComposedReward:
 
     def find_answer(self, completion: str, prompt: str = "") -> str | None:
         """Return group 1 of the last match of `answer_pattern`, stripped, or None. Without a pattern, return the completion. An
-        answer inside a thought does not count. If no text outside thoughts matches, the pattern may match a thought's tags.
+        answer inside a thought does not count. If nothing outside thoughts matches, a match may begin in a thought.
 
         The first search is without re.DOTALL, so that `Answer: (.*)` takes only its line. A second search, after the last
         match, is with re.DOTALL, so that `<answer>(.*)</answer>` finds an answer of several lines."""
@@ -184,7 +184,7 @@ def _reference(text: str) -> dict[str, Any]:
     try:
         reference = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadReference("reference_json", f"not JSON: {error}") from error
+        raise BadReference("reference_json", f"cannot be read as JSON: {error}") from error
     if not isinstance(reference, dict):
         raise BadReference("reference_json", f"a JSON object is needed, not {type(reference).__name__}")
     return reference
@@ -195,8 +195,8 @@ def wrong_number(values: Iterable[float], max_abs: float) -> str:
     largest = max((abs(value) if math.isfinite(value) else math.inf) for value in values)
     if largest == math.inf:
         return "the reward or one of its terms is not a finite number"
-    told = "the absolute value of the reward or of one of its terms exceeds reward.max_abs"
-    return f"{told} ({max_abs:g})" if largest > max_abs else ""
+    excess = "the absolute value of the reward or of one of its terms exceeds reward.max_abs"
+    return f"{excess} ({max_abs:g})" if largest > max_abs else ""
 
 
 def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int, penalty: float) -> float:
@@ -334,13 +334,13 @@ def _trl_score(returned: Any) -> Score:
 
 
 def terms_of(returned: Mapping[Any, Any], what: str, one: str) -> dict[str, float]:
-    """Convert named numbers from users' code, `what`, to strings and floats. `one`: word for one of them in messages. Raises
-    `BadReward` if there are too many, if a name is too long, or if a value is not a number."""
+    """Convert the names and numbers that users' code returned to strings and floats. Messages call the mapping `what`, and one
+    of its numbers `one`. Raises `BadReward` for too many numbers, a name that is too long, or a value that is not a number."""
     if len(returned) > MOST_TERMS:
-        raise BadReward(f"{what} has {len(returned):,} terms; return at most {MOST_TERMS}")
+        raise BadReward(f"{what} has {len(returned):,} entries; return at most {MOST_TERMS}")
     terms = {as_unicode(str(name)): number_of(value, f"{one} {name!r}") for name, value in returned.items()}
     if (longest := max(terms, key=len, default="")) and len(longest) > TERM_CHARACTERS:
-        problem = f"the name of a term has {len(longest):,} characters; use at most {TERM_CHARACTERS}"
+        problem = f"the name of an entry has {len(longest):,} characters; use at most {TERM_CHARACTERS}"
         raise BadReward(f"{problem}: {longest:.40}...")
     return terms
 
@@ -414,14 +414,34 @@ def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
         if item.answer is None:
             return NO_ANSWER
         try:
-            problem = best_match(checks.iter_errors(json.loads(item.answer)))
-        except (ValueError, RecursionError) as error:
+            given = json.loads(item.answer)
+        except ValueError as error:
             return Score(0.0, f"not JSON: {error}")
+        except RecursionError:
+            return Score(0.0, _TOO_DEEP)
+        try:
+            problem = best_match(checks.iter_errors(given))
+        except RecursionError as error:
+            if _is_deep(given):
+                return Score(0.0, _TOO_DEEP)
+            raise BadReference("schema", "refers to itself without end, or is nested too deeply") from error
         except Unresolvable as error:
             raise BadReference("schema", f"refers to {error.ref}, which is not part of it") from error
         return Score(0.0, f"{problem.json_path}: {problem.message}"[:200]) if problem else Score(1.0)
 
     return score
+
+
+_TOO_DEEP, _DEEP_LEVELS = "the answer is nested too deeply to be checked", 32
+
+
+def _is_deep(given: Any) -> bool:
+    """Return whether JSON has more than `_DEEP_LEVELS` levels. With fewer, a RecursionError is the schema's fault."""
+    level = [given]
+    for _ in range(_DEEP_LEVELS):
+        containers = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [inner for container in containers for inner in container]
+    return bool(level)
 
 
 def judge_scorer(config: JudgeConfig) -> Scorer:
@@ -435,11 +455,11 @@ def judge_scorer(config: JudgeConfig) -> Scorer:
         except (IndexError, TypeError, ValueError):
             value = math.nan
         if not 0 <= value <= 1:
-            told = f"reward.judge.pattern finds no number from 0 to {config.full_marks:g}"
-            raise BadReward(f"{told} in the judge's answer: {item.judgement[-200:]!r}")
+            fault = f"reward.judge.pattern finds no number from 0 to {config.full_marks:g}"
+            raise BadReward(f"{fault} in the judge's answer: {item.judgement[-200:]!r}")
         if cut := re.match(r"(?!\.0+(?!\d))\.?\d+", item.judgement[found[-1].end(1) :]):
-            told = f"reward.judge.pattern takes only {found[-1][1]!r} of {found[-1][1] + cut[0]!r}"
-            raise BadReward(rf"{told}; let its group match the whole number, such as (\d+(?:\.\d+)?)")
+            fault = f"reward.judge.pattern takes only {found[-1][1]!r} of {found[-1][1] + cut[0]!r}"
+            raise BadReward(rf"{fault}; let its group match the whole number, such as (\d+(?:\.\d+)?)")
         return Score(value, f"the judge says: {item.judgement[-400:].strip()}")
 
     return score

@@ -247,14 +247,14 @@ def _serve() -> None:
     try:
         exec(compile(source, "program.py", "exec"), program)
     except SystemExit:
-        ended = "it ends too soon, with "
+        ended = "it ends too soon: "
 
     def find(name: str) -> Any:
         if name in program:
             return program[name]
         if "Solution" in program and hasattr(program["Solution"], name):
             return getattr(program["Solution"](), name)
-        raise NameError(f"{ended}no {name}")
+        raise NameError(f"{ended}the program does not define {name}")
 
     peer.serve()
 

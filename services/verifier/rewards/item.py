@@ -63,5 +63,5 @@ def reference_answer(item: RewardInput) -> str:
     """Return the reference's `answer`, stripped. Raises `BadReference` if it is absent, empty or not text."""
     answer = item.reference.get("answer")
     if not isinstance(answer, str) or not answer.strip():
-        raise BadReference("answer", f"{answer!r} where the scorer needs text")
+        raise BadReference("answer", f"must be text for this scorer, not {answer!r}")
     return answer.strip()

@@ -65,7 +65,7 @@ def claims(text: str, *, boxed: bool) -> list[str]:
     if boxed or (found and found[-1][0] > tagged):
         given, end = _joined_boxes(text, found) if found else ("", 0)
         given = given if len(given) <= _TAIL_CHARACTERS else ""
-        given = _told(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", given)) or given
+        given = _claimed(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", given)) or given
         if boxed or not given:
             return [given] if given else []
     elif tagged >= 0 and (closed := text.find("</answer>", tagged)) >= 0:
@@ -73,10 +73,10 @@ def claims(text: str, *, boxed: bool) -> list[str]:
         given = inner[0] if inner else ""
     else:
         tail = text[-_TAIL_CHARACTERS:]
-        given = _told(tail) or (text if len(text) <= _LONGEST_TEXT and _is_whole(text) else "") or _last_span(tail)
+        given = _claimed(tail) or (text if len(text) <= _LONGEST_TEXT and _is_whole(text) else "") or _last_span(tail)
         return [given] if given else []
     later = text[end:][-_TAIL_CHARACTERS:]
-    retracted = _told(later) or (_last_span(later) if _RETRACTED.search(later) else "")
+    retracted = _claimed(later) or (_last_span(later) if _RETRACTED.search(later) else "")
     return [given, retracted] if re.search(r"\d|^\W*[A-J]\W*$", retracted) else [given]
 
 
@@ -92,7 +92,7 @@ def _joined_boxes(text: str, found: list[tuple[int, int, str | None]]) -> tuple[
     return given, end
 
 
-def _told(text: str) -> str:
+def _claimed(text: str) -> str:
     *_, match = (None, *_CLAIM.finditer(text))
     if match is None:
         return ""
@@ -419,8 +419,8 @@ def reference_text(text: str) -> str:
         if "division by zero" in str(problem):
             raise BadReference("answer", f"{quoted} has no value: {problem}") from problem
         if len(plain) > _LONGEST_TEXT:
-            told = f"{quoted} is not a mathematical expression but a text of {len(text)} characters"
-            raise BadReference("answer", f"{told}; give the answer alone, after #### or in a box") from problem
+            fault = f"{quoted} is not a mathematical expression but a text of {len(text)} characters"
+            raise BadReference("answer", f"{fault}; give the answer alone, after #### or in a box") from problem
     return answer
 
 

@@ -19,7 +19,7 @@ from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput,
 _COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
 """Families whose scorer compares grids of tuples, which JSON has turned into lists."""
 
-REFUSED = Score(0.0, "not evaluated: the family's scorer runs answers as code, and this is not just a formula or numbers")
+REFUSED = Score(0.0, "not evaluated: the family's scorer runs answers as code, and this one is not just a formula or numbers")
 
 _OPERATORS = (ast.BinOp, ast.UnaryOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 _TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan"}
@@ -109,7 +109,7 @@ def reasoning_gym_scorer(family: str) -> Scorer:
     def score(item: RewardInput) -> Score:
         dataset = item.reference.get("dataset")
         if not isinstance(dataset, str):
-            raise BadReference("dataset", f"{dataset!r} where the name of a reasoning-gym family is needed")
+            raise BadReference("dataset", f"must be the name of a reasoning-gym family, not {dataset!r}")
         score_answer, entry = scorer_of(dataset), item.reference.get("entry")
         if not isinstance(entry, dict) or "answer" not in entry or not isinstance(entry.get("metadata"), dict):
             raise BadReference("entry", "a reasoning-gym entry with answer and metadata is needed")
