@@ -366,7 +366,7 @@ def close_when_met(meeting: Future[WeightGroup]) -> None:
 def _wait_for_all(
     spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event, patience_s: float | None
 ) -> Kept:
-    """Wait on rank 0 for all other ranks, then set and return the chunks that all keep. Raises DeadlineExceeded,
+    """Wait on rank 0 for all other ranks. Publish and return the chunks that all of them keep. Raises DeadlineExceeded,
     TransferAborted."""
     started = last_came = time.monotonic()
     missing = list(range(1, spec.world))

@@ -36,8 +36,8 @@ class GroupFailed(TransferError):
 
 
 class DeadlineExceeded(GroupFailed):
-    """The group made no progress within the time allowed. `missing`: ranks that did not check in at the store, which only rank
-    0 knows."""
+    """The group made no progress within the time allowed. `missing`: ranks that did not check in at the store
+    (known only to rank 0)."""
 
     def __init__(self, group: str, waiting_for: str, timeout_s: float, missing: tuple[int, ...] = ()) -> None:
         self.missing = missing

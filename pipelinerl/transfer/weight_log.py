@@ -45,8 +45,8 @@ _Result = TypeVar("_Result")
 
 
 class WeightLog:
-    """The writer. `prefix`: folder of its keys. `anchor_every`: versions in the log from one anchor to the next, or fewer if
-    the deltas together exceed the anchor. `keep_all`: delete nothing. `placement`: the memory of the versions."""
+    """The writer. `prefix`: folder of its keys. `anchor_every`: number of deltas after which the next anchor is written; it is
+    written earlier if the deltas are larger than the anchor. `keep_all`: delete nothing. `placement`: the versions' memory."""
 
     def __init__(
         self,

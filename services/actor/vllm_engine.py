@@ -150,7 +150,7 @@ async def start_engine(
         # vLLM's statistics per request take a quarter of its time on this event loop. Its statistics per step stay on.
         llm.log_stats = llm.output_processor.log_stats = False
         try:
-            llm._run_output_handler()  # an engine that was built off the loop starts it only with the first request
+            llm._run_output_handler()  # built off the loop, the engine would start this with the first request
             engine = VllmEngine(llm, weights)
             await unless_stopped(engine.warm_up(recipe), stop)
             if on_step is not None:

@@ -81,7 +81,7 @@ class Template:
     orders: socket.socket
     pipes: tuple[Connection, Connection]
     _running: dict[int, int | None] = field(default_factory=dict)
-    """Numbers of episodes by pid; None for a process that an episode left and that was killed."""
+    """Numbers of episodes by pid; None for a process that was killed because its episode left it behind."""
     _pid: int = field(default_factory=os.getpid)
     _ready: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 

@@ -149,7 +149,7 @@ async def _sandboxes(recipe: Recipe) -> dict[str, str]:
         "episodes": [is_confined(share) for share in recipe.episodic_tasks.values()],
     }
     found = {kind: "landlock" if all(confined) else "none" for kind, confined in kinds.items() if confined}
-    if found.get("programs") == "landlock":  # or bubblewrap; the test of sandboxes needs a process with one thread
+    if found.get("programs") == "landlock":  # or bubblewrap: let a process with one thread find out
         command = (sys.executable, "-m", "services.verifier.sandbox")
         process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
         found["programs"] = (await process.communicate())[0].decode().strip()

@@ -97,7 +97,7 @@ def host_room() -> int:
 
 
 def largest_layer(manifest: Manifest) -> int:
-    """Return the size of the largest decoder layer or, if larger, parameter outside the layers; bytes on the wire."""
+    """Return the bytes on the wire of the largest decoder layer, or of a parameter outside the layers if that is larger."""
     sizes = Counter[str]()
     for spec, num_bytes in zip(manifest.parameters, manifest.sizes, strict=True):
         sizes[re.sub(r"(\.\d+\.).*", r"\1", spec.name)] += num_bytes  # "model.layers.0." for all parameters of that layer

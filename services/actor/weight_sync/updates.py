@@ -1,6 +1,6 @@
 """The actor's side of the weight-update protocol (docs/weight-updates.md): receive orders, stage, commit, answer.
 
-`UpdateListener` opens and closes the `ServingGate`. The generation loop waits for it before it takes prompts.
+`UpdateListener` opens and closes the `ServingGate`. The generation loop takes prompts while the gate is open.
 """
 
 from __future__ import annotations

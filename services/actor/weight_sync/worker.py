@@ -85,7 +85,7 @@ class Receiver:
         self._loading.add_done_callback(lambda done: self._problems.put(done.exception()))
 
     def resume(self, group: WeightGroup | StreamFile, timeout_s: float) -> None:
-        """Receive the missing chunks on the loader's thread, or here if only other ranks lack chunks. Raises TransferError."""
+        """Receive missing chunks on the loader's thread, or on this one if only other ranks lack any. Raises TransferError."""
         assert self._loading is not None
         self.group, self.timeout_s = group, timeout_s
         if not self._loading.done():

@@ -93,7 +93,7 @@ def _is_of_a_formula(node: ast.AST) -> bool:
 
 
 def reasoning_gym_scorer(family: str) -> Scorer:
-    """Return a scorer. Each reference names its family; `family` is only checked. Raises `FieldError` if it does not exist."""
+    """Return a scorer. Each reference names its family; `family` is only checked. Raises `FieldError` for an unknown one."""
     check_family(family)
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.factory import DATASETS
