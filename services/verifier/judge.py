@@ -1,7 +1,7 @@
 """Ask another model to judge a completion, through an OpenAI-compatible endpoint.
 
 The verifier's main process makes the call, because waiting must not occupy a worker. The answer is untrusted, so it becomes the
-item's `judgement`, which a worker scores. An item without an answer fails. Answers are cached by the text of the question.
+item's `judgement`, which a worker scores. If the judge does not answer, the item fails. Answers are cached by the question.
 """
 
 from __future__ import annotations

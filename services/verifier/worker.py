@@ -27,8 +27,8 @@ _MISTAKE_CHARACTERS = 8000
 
 
 def run_process(prepare: Callable[[Recipe], Callable[[Connection, Connection], int]]) -> NoReturn:
-    """Run a process that the verifier starts. `prepare` imports users' code and returns a function that serves. This function
-    gets the process's input and output, and returns the exit code. The process reports a user's mistake, and ends."""
+    """Run a process that the verifier starts. `prepare` imports users' code and returns the function that serves, which
+    gets the process's input and output and returns the exit code. The process reports a user's mistake, and ends."""
     confinement.attach_to_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pipes = requests, results = confinement.take_pipes()
