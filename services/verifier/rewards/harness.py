@@ -42,8 +42,8 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
         return ["bytes", value.hex()]
     if value is NotImplemented:
         return ["nothing"]
-    kind = complex if isinstance(value, complex) else type(value)
-    kind_name = f"{kind.__module__}.{kind.__qualname__}"
+    made: type = complex if isinstance(value, complex) else type(value)
+    kind_name = f"{made.__module__}.{made.__qualname__}"
     if kind_name in _MADE:
         arguments = (value.real, value.imag) if isinstance(value, complex) else value.__reduce__()[1]
         return ["made", kind_name, [encode(each, refer) for each in arguments]]
