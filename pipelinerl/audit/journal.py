@@ -85,5 +85,5 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def reserved_groups(path: Path) -> int:
-    """Return the largest reservation of any incarnation. Groups numbered below it may be on the streams."""
+    """Return the largest number of groups that a trainer reserved, or 0. Groups numbered below it may be on the streams."""
     return max((event["groups"] for _, event in read_events(path) if event["event"] == "reserve"), default=0)
