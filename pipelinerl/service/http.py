@@ -43,9 +43,9 @@ _KEEP_ALIVE_S = 75
 
 def guard_hosts(app: ASGIApp, host: str, names: Collection[str] = ()) -> ASGIApp:
     """Refuse requests whose Host header is not the interface `host`, a name of this machine or one of `names`. Some paths are
-    always answered: `/healthz` on a loopback interface, else those in `PROBED`. Without `names`, guard only loopback."""
+    always answered: `/healthz` on loopback, else those in `PROBED`. Without `names`, guard only loopback interfaces."""
     is_local = host == "localhost"
-    with contextlib.suppress(ValueError):  # a name
+    with contextlib.suppress(ValueError):  # `host` is a name
         is_local = is_local or ipaddress.ip_address(host).is_loopback
     if not (is_local or names):
         return app
@@ -145,7 +145,7 @@ class _EmbeddedServer(uvicorn.Server):
                 app,
                 log_config=None,
                 access_log=False,
-                backlog=128,  # asyncio accepts this many at once, and logs an error for each without a file descriptor
+                backlog=128,  # connections that asyncio accepts at once; it logs as many errors without file descriptors
                 timeout_graceful_shutdown=_GRACEFUL_S,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 ws="none",
