@@ -46,7 +46,7 @@ Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
 
 
 class Reading(Collector):
-    """A gauge, or a counter if its name ends with `_total`. `set` stores its values, or `read` a function that returns them.
+    """A gauge, or a counter if its name ends with `_total`. `set` stores its values; `read` stores a function for them.
     Each scrape calls the function on a thread other than the event loop's, so it must only read plain attributes."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
@@ -85,7 +85,7 @@ class Family:
     unit: str
     labels: Labels
     buckets: Sequence[float] = ()
-    """Inclusive upper edges of a histogram's buckets, without the last one, infinity."""
+    """Inclusive upper edges of a histogram's buckets, except the last edge, which is infinite."""
 
 
 class RunRegistry(CollectorRegistry):
