@@ -1,4 +1,4 @@
-"""The run's journal, `ledger.jsonl`: an append-only file with one event per line, from issue to end of every sequence.
+"""The run's journal, `ledger.jsonl`: an append-only file. Each line is an event, such as the issue or the end of a sequence.
 
 docs/run-directory.md lists the kinds of events with their fields. A last line without a line end does not count.
 """

@@ -288,7 +288,7 @@ class Bus:
 
 
 _UNLIMITED = -1
-_SHORTEST_NOTICE_S = 1.0
+_LEAST_MARKER_TTL_S = 1.0
 _MAX_ACTORS = 16_384
 """Maximum number of actors. Each has one open request for a prompt group, and one consumer on CONTROL. nats-server's own
 defaults are too low: 512 open requests and, since 2.15, 1,000 consumers per stream."""
@@ -337,7 +337,7 @@ def members_bucket(subjects: Subjects, limits: StreamLimits) -> KeyValueConfig:
         history=1,
         ttl=limits.member_ttl_s,
         max_bytes=limits.max_bytes(1 / 64),
-        limit_marker_ttl=max(_SHORTEST_NOTICE_S, limits.member_ttl_s),
+        limit_marker_ttl=max(_LEAST_MARKER_TTL_S, limits.member_ttl_s),
         storage=StorageType.FILE,
         replicas=limits.replicas,
     )

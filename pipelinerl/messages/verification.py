@@ -81,7 +81,7 @@ def status_name(status: int) -> str:
 
 
 class VerifierAway(ServiceError):
-    """The verifier is unreachable, full, or late."""
+    """A call to the verifier failed, but another one may succeed."""
 
 
 class VerifierClient:

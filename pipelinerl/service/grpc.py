@@ -31,7 +31,7 @@ _DETAILS_CHARACTERS = 300
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
 _SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
-    ("grpc.so_reuseport", 0),  # fail if the port is taken; otherwise both servers would get its connections
+    ("grpc.so_reuseport", 0),  # fail if the port is taken, instead of sharing its connections with the other server
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )

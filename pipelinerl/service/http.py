@@ -1,8 +1,8 @@
 """HTTP for every service: uvicorn serves /healthz, /readyz and /metrics inside a process that does other work.
 
-On a loopback interface, only /healthz is answered if the Host header does not name this service. Otherwise a web site whose
-owner points its host name at this machine could read the answers through a browser here (DNS rebinding). This is not a login:
-a program that reaches the port may send any Host header.
+On a loopback interface, only /healthz is answered if the Host header does not name this service. Without this rule, a web site
+whose owner points its host name at this machine could read the answers through a browser here (DNS rebinding). The rule does
+not replace a login: a program that reaches the port may send any Host header.
 
 The size of a request's headers is limited. The time until they arrive is not, because uvicorn has no setting for that.
 """
@@ -101,7 +101,7 @@ async def serve_http(
     """Serve `app` and yield the bound port (`port` 0 = any free one). At the end, open requests have two seconds to finish.
 
     `names`: as for `guard_hosts`. `on_this_loop`: run the application on this event loop, because it shares data with other
-    work there. Otherwise it runs on another thread, and answers even while this loop is blocked. Raises `ServiceError` if the
+    work there. By default, it runs on another thread and answers even while this loop is blocked. Raises `ServiceError` if the
     port cannot be bound or the application does not start.
     """
     app = guard_hosts(app, host, names)

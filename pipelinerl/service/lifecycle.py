@@ -91,7 +91,7 @@ async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event
         working.cancel()
         stopping.cancel()
         await asyncio.wait((working, stopping))
-    raise StartStopped("stopped before it was up")
+    raise StartStopped("the process was stopped before it was ready")
 
 
 class GpuTurn:

@@ -42,7 +42,7 @@ class BoundedLabels:
 Value = float | None
 """Value of a series; None removes the series."""
 Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
-"""Value of a metric without labels, or values by label value, or by a tuple of label values if there are several labels."""
+"""Value of a metric without labels, values by the value of its only label, or values by a tuple of its label values."""
 
 
 class Reading(Collector):
