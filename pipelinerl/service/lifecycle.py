@@ -77,7 +77,7 @@ _Result = TypeVar("_Result")
 
 
 class StartStopped(PipelineRLError):
-    """The process was stopped before it was ready."""
+    """The process was stopped before the awaited work was done."""
 
 
 async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event) -> _Result:
@@ -91,7 +91,7 @@ async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event
         working.cancel()
         stopping.cancel()
         await asyncio.wait((working, stopping))
-    raise StartStopped("the process was stopped before it was ready")
+    raise StartStopped("the process was stopped before its work was done")
 
 
 class GpuTurn:
