@@ -175,7 +175,7 @@ def audit_files(run_dir: Path) -> Audit:
 
 
 def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
-    """Replay every event that no restart undid. At each checkpoint's byte of the journal, compare it with the replay."""
+    """Replay every event that no restart undid. When the replay reaches a checkpoint's `journal_bytes`, compare the two."""
     history, replay, findings = audit.history, audit.replay, audit.findings
     starts = {start.offset: start for start in history.starts}
     waiting = deque[Checkpoint]()
@@ -211,7 +211,7 @@ def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
 
 
 def _check_lineage(path: Path, audit: Audit) -> None:
-    """Check that lineage.json has every start in the journal. A trainer that died early may have left none in the journal."""
+    """Check that lineage.json has every start in the journal. The journal may lack the start of a trainer that died early."""
     history, findings, known = audit.history, audit.findings, trainer_starts(path.parent)
     if not read_json(path):
         if history.starts:
@@ -226,7 +226,7 @@ def _check_lineage(path: Path, audit: Audit) -> None:
             problem = f"incarnation {start.incarnation} began from version {start.version}, but {path.name} says {told}"
             findings.add(Check.RESTARTS, problem)
         if start.incarnation <= last:
-            findings.add(Check.RESTARTS, f"incarnation {start.incarnation} after incarnation {last}")
+            findings.add(Check.RESTARTS, f"incarnation {start.incarnation} follows incarnation {last}")
         last = start.incarnation
 
 

@@ -1,4 +1,4 @@
-"""The run's journal, `ledger.jsonl`: an append-only file with one event per line, from issue to end of every sequence.
+"""The run's journal, `ledger.jsonl`: an append-only file. Each line is an event, such as the issue or the end of a sequence.
 
 docs/run-directory.md lists the kinds of events with their fields. A last line without a line end does not count.
 """
@@ -85,5 +85,5 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def reserved_groups(path: Path) -> int:
-    """Return the largest reservation of any incarnation. Groups numbered below it may be on the streams."""
+    """Return the largest number of groups that a trainer reserved, or 0. Groups numbered below it may be on the streams."""
     return max((event["groups"] for _, event in read_events(path) if event["event"] == "reserve"), default=0)

@@ -1,7 +1,7 @@
 """Replay a run's journal to find the events that still count, their totals, and every contradiction.
 
 Each restart undoes the events after the checkpoint from which it continues. A first pass over the file, `read_history`, finds
-the starts. A second pass, `events`, yields each event with the start that undid it, if any. `Replay` applies the other events.
+the starts. A second pass, `events`, yields each event with the start that undid it, or None. `Replay` applies those with None.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Replay:
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
-        self._samples: dict[str, int] = {}  # by group
+        self._samples: dict[str, int] = {}  # number of samples by group, in order of issue
         self._open: dict[str, int] = {}  # bit i: sample i is in flight
         self._trained: dict[str, int] = {}  # bit i: sample i was trained
         self._issued = 0
-        self._closed = Counter[str]()  # by outcome
+        self._closed = Counter[str]()  # ended sequences by outcome
         self.reasons: dict[Outcome, Counter[str]] = {outcome: Counter() for outcome in Outcome}
         self.version = 0
         self.trained_by_version = Counter[int]()
@@ -105,7 +105,7 @@ class Replay:
                     yield group, sample
 
     def apply(self, offset: int, event: Event) -> None:
-        """Apply one event that counts. `offset`: its byte in the journal, for findings."""
+        """Apply one event that no restart undid. `offset`: its byte in the journal, for findings."""
         kind = event["event"]
         try:
             if kind == "issue":
@@ -234,18 +234,18 @@ class History:
     """The last event, if it is an `end`."""
 
     def undone_by(self, offset: int) -> Start | None:
-        """Return the start that undid the byte at `offset`; None if the byte counts."""
+        """Return the start that undid the byte at `offset`, if any."""
         return next((start for start in self.starts if start.keep <= offset < start.offset), None)
 
     def counts(self, num_bytes: int) -> bool:
-        """Return whether the journal's first `num_bytes` bytes end in an event that counts."""
+        """Return whether the journal has `num_bytes` bytes and no start undid the last of them. True for 0 bytes."""
         return num_bytes == 0 or (0 < num_bytes <= self.size and self.undone_by(num_bytes - 1) is None)
 
 
 def read_history(path: Path, findings: Findings) -> History:
     """Read the starts from the whole lines that the file has now. If there is no file, the history is empty."""
     history = History()
-    floor, positions = 0, dict[int, int]()  # positions in SEQUENCES: the last checkpoint's, and each version's
+    floor, positions = 0, dict[int, int]()  # positions in SEQUENCES: the lowest still allowed, and each checkpoint's by version
     for offset, line in read_lines(path):
         event = parse_event(line) if _OF_INTEREST.match(line) else None
         history.end = None
@@ -280,8 +280,8 @@ def read_history(path: Path, findings: Findings) -> History:
 
 
 def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[int, Event, Start | None]]:
-    """From the first start on, yield each event's offset, the event, and the start that undid it, or None. An earlier line is
-    a finding, and so is a line without an event unless it is undone."""
+    """From the first start on, yield each event's offset, the event, and the start that undid it, or None. A line
+    before the first start is a finding. So is a line without an event that no start undid."""
     first = history.starts[0].offset if history.starts else history.size
     for offset, line in read_lines(path):
         if offset >= history.size:

@@ -68,8 +68,8 @@ async def connect(
 ) -> AsyncIterator[Bus]:
     """Connect to the streams of `run`. `url` names one server, or the servers of a cluster, separated by commas.
 
-    NATS's monitoring shows the connection as `name`. `credentials` and `tls_dir` are those of `BusSettings`. Raises
-    `FieldError` for an invalid run name or an unusable file, and the errors of `Connection.opened`.
+    NATS's monitoring shows the connection as `name`. For `credentials` and `tls_dir`, see `BusSettings.nats_credentials` and
+    `nats_tls_dir`. Raises `FieldError` for an invalid run name or an unusable file, and the errors of `Connection.opened`.
     """
     subjects = Subjects(run)
     connection = Connection(url, credentials, tls_dir, request_timeout_s)
@@ -151,9 +151,9 @@ class Bus:
             assert wanted.name is not None
             if (info := there[wanted.name]) is not None:
                 for what, field in (("number of replicas", "num_replicas"), ("limit in bytes", "max_bytes")):
-                    if (getattr(wanted, field) or -1) != (is_so := getattr(info.config, field) or -1):
+                    if (getattr(wanted, field) or -1) != (current := getattr(info.config, field) or -1):
                         text = "%s keeps its %s of %s, although the run asks for %s; to change it, use `nats stream edit %s`"
-                        _log.warning(text, wanted.name, what, is_so, getattr(wanted, field), wanted.name)
+                        _log.warning(text, wanted.name, what, current, getattr(wanted, field), wanted.name)
                 continue
             with bus_errors(f"creating {wanted.name} at {self.connection.url}"):
                 await js.add_stream(wanted)
@@ -231,7 +231,7 @@ class Bus:
         return [message.data or b"" for message in found]
 
     async def publish_control(self, kind: str, payload: bytes, actor: str = "", headers: Headers = NO_HEADERS) -> None:
-        """Publish a control message. It replaces the previous one of this kind and actor, even if that was never read."""
+        """Publish a control message. It replaces the previous message of this kind and actor, even an unread one."""
         check_control(kind, actor)
         await self._store(self._subjects.control(kind, actor), payload, dict(headers))
 
@@ -288,7 +288,7 @@ class Bus:
 
 
 _UNLIMITED = -1
-_SHORTEST_NOTICE_S = 1.0
+_LEAST_MARKER_TTL_S = 1.0
 _MAX_ACTORS = 16_384
 """Maximum number of actors. Each has one open request for a prompt group, and one consumer on CONTROL. nats-server's own
 defaults are too low: 512 open requests and, since 2.15, 1,000 consumers per stream."""
@@ -337,7 +337,7 @@ def members_bucket(subjects: Subjects, limits: StreamLimits) -> KeyValueConfig:
         history=1,
         ttl=limits.member_ttl_s,
         max_bytes=limits.max_bytes(1 / 64),
-        limit_marker_ttl=max(_SHORTEST_NOTICE_S, limits.member_ttl_s),
+        limit_marker_ttl=max(_LEAST_MARKER_TTL_S, limits.member_ttl_s),
         storage=StorageType.FILE,
         replicas=limits.replicas,
     )

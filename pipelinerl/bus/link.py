@@ -1,8 +1,8 @@
 """A connection to NATS that reconnects and reports failures as `BusError`, and a base class for readers of stream messages.
 
 `Connection` adds three things to nats-py's client. A refusal by the server reaches the waiting task. A lost connection ends the
-open requests. Logins and certificates are read again for each connection. An unreadable file is an error at the start;
-later, a warning is logged and its previous content is used. No password is logged. If TLS is configured, logins use only TLS.
+open requests. Logins and certificates are read again for each connection. If one of these files is unreadable, the first
+connection fails; a later one uses the previous content and logs a warning. If TLS is configured, no login is sent without it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def tls_context(tls_dir: Path | None) -> ssl.SSLContext:
     if tls_dir is None:
         return ssl.create_default_context()
     read_file(tls_dir / CA, _TLS_DIR)
-    trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), tls_dir, _TLS_DIR)  # names a faulty file
-    context = ssl.create_default_context(cafile=tls_dir / CA)  # also with the default flags of this Python release
+    trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), tls_dir, _TLS_DIR)  # only to name a faulty file in the error
+    context = ssl.create_default_context(cafile=tls_dir / CA)  # with Python's default TLS flags
     if (tls_dir / CERTIFICATE).exists():
         present(context, tls_dir, _TLS_DIR)
     return context
@@ -157,7 +157,7 @@ class Connection(Client):
         self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # open requests by token: (subject, answer)
         self._tokens = map(str, itertools.count())
         self._answers = ""  # beginning of the subjects of answers
-        self._unanswered = False  # True if this user may not subscribe to answers
+        self._answers_refused = False  # True if this user may not subscribe to answers
 
     @contextlib.asynccontextmanager
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
@@ -197,7 +197,7 @@ class Connection(Client):
         if nobody listens, if no answer comes in `timeout` (default: `request_timeout_s`), or if the connection is lost. In the
         last two cases, the message may have been received.
         """
-        if self._unanswered:
+        if self._answers_refused:
             raise self._no_answers()
         answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         token = next(self._tokens)
@@ -261,7 +261,7 @@ class Connection(Client):
             # nats-py's first ping may overtake the subscription. The answer to the second ping comes after any refusal.
             for _ in range(2):
                 await self.flush()
-        if self._unanswered:
+        if self._answers_refused:
             raise self._no_answers()
 
     def _no_answers(self) -> NotPermitted:
@@ -278,9 +278,9 @@ class Connection(Client):
             _log.warning("NATS at %s: %s", self.url, self._last_error)
         if refusal := _REFUSAL.search(str(error)):
             lowered = refusal[2].lower()
-            self._unanswered = self._unanswered or lowered == f"{self._answers}*".lower()
+            self._answers_refused = self._answers_refused or lowered == f"{self._answers}*".lower()
             for subject, answer in self._waiting.values():
-                if self._unanswered:
+                if self._answers_refused:
                     _fail(answer, self._no_answers())
                 elif subject.lower() == lowered:
                     _fail(answer, NotPermitted(self.user, subject))
@@ -288,7 +288,7 @@ class Connection(Client):
                 puller.on_refusal(lowered)
         if self._was_connected:
             return
-        # These errors end nats-py's connect loop, which would otherwise repeat a refused attempt until the timeout.
+        # Raising an error ends nats-py's connect loop, which would otherwise repeat a refused attempt until the timeout.
         if "authorization" in self._last_error.lower():
             login = f"the login of user {self.user!r}" if self.user else "the login"
             raise BusError(f"NATS at {self.url} refuses {login}: {self._last_error}; check nats_credentials")
@@ -366,9 +366,9 @@ class Puller(ABC):
     @abstractmethod
     async def _on_message(self, message: Msg) -> None: ...
 
-    def on_refusal(self, lowered: str) -> None:
-        """Raise `NotPermitted` in the waiting task if this reader's requests use the refused subject, given in lower case."""
-        if lowered == self._asked.lower():
+    def on_refusal(self, refused: str) -> None:
+        """Raise `NotPermitted` in the waiting task if its requests use the subject `refused`, which is in lower case."""
+        if refused == self._asked.lower():
             self._error = NotPermitted(self._connection.user, self._asked)
             self._woken.set()
 

@@ -18,8 +18,8 @@ from pipelinerl.bus.protocol import ACTORS, FROM_ACTOR, FROM_TRAINER, TO_ONE_ACT
 from pipelinerl.errors import FieldError
 
 TRAINER, ACTOR, ADMIN = "trainer", "actor", "admin"
-"""NATS users: the trainer, the actors, and one for people, with full access. If several runs share a server, the run's name is
-the prefix of the first two, as in `lr-1-trainer`."""
+"""NATS users: one of the trainer, one of all actors, and one for people, with full access. If several runs share a server, the
+names of the first two begin with the run's name, as in `lr-1-trainer`."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _API = "$JS.API"
 
@@ -31,8 +31,8 @@ def inbox_prefix(user: str) -> str:
 
 
 def permissions(*runs: str) -> dict[str, dict[str, list[str]]]:
-    """Return the subjects to which each user of the runs may `publish` and `subscribe`. All others are refused. Raises
-    `FieldError` for an invalid run name."""
+    """Return the subjects to which each user of the runs may `publish` and `subscribe`. NATS refuses all other
+    subjects. Raises `FieldError` for an invalid run name."""
     found = dict[str, dict[str, list[str]]]()
     for run in runs:
         subjects, prefix = Subjects(run), f"{run}-" if len(runs) > 1 else ""

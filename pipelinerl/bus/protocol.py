@@ -29,13 +29,13 @@ class StreamLimits:
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
-    """Maximum number of deliveries. An actor removes a group delivered more often, and publishes its samples as failed."""
+    """Maximum number of deliveries of a group. After that, an actor removes the group and publishes its samples as failed."""
     member_ttl_s: float = 10.0
     replicas: int = 1
 
     def max_bytes(self, share: float) -> int:
-        """Return the size limit of another stream, as a `share` of the limit of SEQUENCES. All shares add up to less than a
-        third. A volume of 4/3 of that limit therefore holds all streams except the weight log."""
+        """Return the size limit of a stream, as a `share` of the limit of SEQUENCES. The shares of all other streams add up to
+        less than a third. A volume of 4/3 of that limit therefore holds all streams except the weight log."""
         return max(_LEAST_BOUND_BYTES, int(share * self.sequences_max_bytes))
 
 
@@ -74,7 +74,7 @@ class ControlMessage:
 
 @dataclass(frozen=True)
 class MemberEvent:
-    """A change of a member's registration: it was made or renewed; if `payload` is None, it was removed or has expired."""
+    """A change of a member's registration. If `payload` is None, it was removed or has expired; else it was made or renewed."""
 
     actor: str
     payload: bytes | None
@@ -84,7 +84,7 @@ RUN_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
 def check_run_name(run: str, field: str = "run") -> str:
-    """Return `run`. Raises `FieldError` on `field` if it cannot be part of subjects, Kubernetes labels and folder names."""
+    """Return `run`. Raises `FieldError` on `field` if `run` cannot be part of subjects, Kubernetes labels and folder names."""
     if not RUN_NAME.fullmatch(run):
         raise FieldError(field, run, "use 1-40 lowercase letters, digits and inner dashes")
     return run

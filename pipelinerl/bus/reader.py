@@ -121,7 +121,7 @@ class OrderedReader(Puller, Generic[_Item]):
         super().__init__(connection, stream)
         self._read_ahead = read_ahead
         self._convert, self._subjects, self._next_position = convert, subjects, from_position
-        self._buffer: deque[tuple[_Item, int]] = deque()  # items, each with its bytes
+        self._buffer: deque[tuple[_Item, int]] = deque()  # items, each with its size in bytes
         self._buffered_bytes = 0
         self._outstanding = 0  # messages asked for and not yet delivered
         self._consumer_position = 0
@@ -354,7 +354,7 @@ class PromptQueue(Puller):
         super().__init__(connection, stream, ACTORS)
         self._ready: deque[Msg] = deque()
         self._question = 0  # number of the newest request; a reply subject ends with its request's number
-        self._question_ends = 0.0  # loop time
+        self._question_ends = 0.0  # loop time until which no new request is sent
         self._one_at_a_time = asyncio.Lock()
 
     async def next(self, timeout_s: float) -> PromptDelivery | None:
@@ -379,7 +379,7 @@ class PromptQueue(Puller):
                 return PromptDelivery(self._connection, self._ready.popleft())
 
     async def close(self) -> None:
-        """Hand back groups that were delivered but not returned. If that fails, NATS redelivers them after `ack_wait_s`."""
+        """Hand back groups that `next` has not returned yet. If that fails, NATS redelivers them after `ack_wait_s`."""
         if not self._connection.is_connected:
             return
         try:

@@ -58,7 +58,7 @@ class VersionSpan:
 @dataclass(frozen=True)
 class SamplingParams:
     """Settings for sampling. A completion ends with the end-of-sequence token, one of `stop_token_ids`, or the token that
-    completes a text in `stop`. Otherwise it is cut at `max_tokens`. μ is the distribution after `temperature`."""
+    completes a text in `stop`. Otherwise it is cut at `max_tokens`. μ is the policy's distribution at `temperature`."""
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -111,8 +111,8 @@ class Branch(Completion):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
-    """Tokens of one sample that an actor had generated when it left. For an episode, only `branches` is set. Its turns are used
-    again if the episode's environment repeats its requests."""
+    """Tokens of one sample that an actor had generated when it left. For an episode, `branches` hold all tokens. Their turns
+    are used again if the environment repeats its requests."""
 
     sample_index: int
     generation_s: float = 0.0
@@ -338,7 +338,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("done_samples", "stop_token_ids", "stop"), lambda given, *_: tuple(given)),
     **dict.fromkeys(("reward_components", "metrics"), lambda given, *_: dict(given)),
 }
-"""Conversions by the name of the field. Fields without a conversion are the same on both sides."""
+"""Conversions by the name of the field. Other fields have the same value in the dataclass and in its protobuf message."""
 
 
 def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
@@ -366,7 +366,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
     for name, value in {"reward": sequence.reward, **terms}.items():
         check_finite(value, _SEQUENCE, name)
         if abs(value) > MOST_REWARD:  # the scorer has already applied the recipe's limit
-            raise MessageError(_SEQUENCE, name, f"{value} is beyond {MOST_REWARD:g}")
+            raise MessageError(_SEQUENCE, name, f"{value} is beyond ±{MOST_REWARD:g}")
     for name, value in sequence.metrics.items():
         check_finite(value, _SEQUENCE, f"metrics[{name}]")
     check_finite(sequence.generation_s, _SEQUENCE, "generation_s", at_least=0.0)

@@ -49,7 +49,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 
 def item_of(sequence: Sequence, max_tokens: int, traceparent: str = "") -> pb.VerifyItem:
-    """Return the item with which the verifier scores a sequence. `max_tokens`: limit under which it was sampled."""
+    """Return the item with which the verifier scores a sequence. `max_tokens`: limit of its completion."""
     return pb.VerifyItem(
         sequence_id=sequence.sequence_id,
         task=sequence.task,
@@ -81,7 +81,7 @@ def status_name(status: int) -> str:
 
 
 class VerifierAway(ServiceError):
-    """The verifier is unreachable, full, or late."""
+    """A call to the verifier failed, but another one may succeed."""
 
 
 class VerifierClient:
@@ -183,7 +183,7 @@ def _results(items: Iterable[pb.VerifyItem | pb.EpisodeRequest], response: pb.Ve
         raise MessageError("VerifyResponse", "results", f"asked about {asked[:3]}..., answered {answered[:3]}...")
     for result in response.results:
         if result.status not in pb.VerifyStatus.values() or result.status == pb.VERIFY_STATUS_UNSPECIFIED:
-            raise MessageError("VerifyResult", "status", f"{result.status} for {result.sequence_id}")
+            raise MessageError("VerifyResult", "status", f"{result.status} of {result.sequence_id} is not a status")
         is_usable = all(abs(value) <= MOST_REWARD for value in (result.reward, *result.components.values()))  # NaN is not
         if result.status == pb.VERIFY_STATUS_OK and not is_usable:
             result.status = pb.VERIFY_STATUS_BAD_REWARD

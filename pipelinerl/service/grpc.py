@@ -31,7 +31,7 @@ _DETAILS_CHARACTERS = 300
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
 _SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
-    ("grpc.so_reuseport", 0),  # fail if the port is taken; otherwise both servers would get its connections
+    ("grpc.so_reuseport", 0),  # fail if the port is taken, instead of sharing its connections with the other server
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
@@ -149,7 +149,7 @@ def open_channel(target: str, tls: Path | Certificates | None, name_override: st
 
 
 def explained(error: Exception, tls_dir: Path | None) -> str:
-    """Return an error as text: of a failed call its status and details, with a hint if TLS may be the cause."""
+    """Return an error as text. For a failed call, give its status and details, and a hint if TLS may be the cause."""
     if not isinstance(error, aio.AioRpcError):
         return str(error)
     details, hint = error.details() or "", ""
@@ -159,9 +159,9 @@ def explained(error: Exception, tls_dir: Path | None) -> str:
     elif "WRONG_VERSION_NUMBER" in details:
         hint = " (the server uses no TLS, but tls_dir is set here; set it there, too)"
     elif "Hostname Verification" in details or "does not match SSL server name" in details:
-        hint = " (its certificate is for other names)"
+        hint = " (the server's certificate is for other names)"
     elif "CERTIFICATE_VERIFY_FAILED" in details:
-        hint = f" (its certificate is not valid under {tls_dir / CA})"
+        hint = f" (the server's certificate is not valid under {tls_dir / CA})"
     elif closed_at_once:
         hint = f" (the server may refuse {tls_dir / CERTIFICATE}: has it expired, or is it from another CA?)"
     return f"{error.code().name}: {details}{hint}"

@@ -1,8 +1,8 @@
 """HTTP for every service: uvicorn serves /healthz, /readyz and /metrics inside a process that does other work.
 
-On a loopback interface, only /healthz is answered if the Host header does not name this service. Otherwise a web site whose
-owner points its host name at this machine could read the answers through a browser here (DNS rebinding). This is not a login:
-a program that reaches the port may send any Host header.
+On a loopback interface, only /healthz is answered if the Host header does not name this service. Without this rule, a web site
+whose owner points its host name at this machine could read the answers through a browser here (DNS rebinding). The rule does
+not replace a login: a program that reaches the port may send any Host header.
 
 The size of a request's headers is limited. The time until they arrive is not, because uvicorn has no setting for that.
 """
@@ -43,9 +43,9 @@ _KEEP_ALIVE_S = 75
 
 def guard_hosts(app: ASGIApp, host: str, names: Collection[str] = ()) -> ASGIApp:
     """Refuse requests whose Host header is not the interface `host`, a name of this machine or one of `names`. Some paths are
-    always answered: `/healthz` on a loopback interface, else those in `PROBED`. Without `names`, guard only loopback."""
+    always answered: `/healthz` on loopback, else those in `PROBED`. Without `names`, guard only loopback interfaces."""
     is_local = host == "localhost"
-    with contextlib.suppress(ValueError):  # a name
+    with contextlib.suppress(ValueError):  # `host` is a name
         is_local = is_local or ipaddress.ip_address(host).is_loopback
     if not (is_local or names):
         return app
@@ -101,7 +101,7 @@ async def serve_http(
     """Serve `app` and yield the bound port (`port` 0 = any free one). At the end, open requests have two seconds to finish.
 
     `names`: as for `guard_hosts`. `on_this_loop`: run the application on this event loop, because it shares data with other
-    work there. Otherwise it runs on another thread, and answers even while this loop is blocked. Raises `ServiceError` if the
+    work there. By default, it runs on another thread and answers even while this loop is blocked. Raises `ServiceError` if the
     port cannot be bound or the application does not start.
     """
     app = guard_hosts(app, host, names)
@@ -145,7 +145,7 @@ class _EmbeddedServer(uvicorn.Server):
                 app,
                 log_config=None,
                 access_log=False,
-                backlog=128,  # asyncio accepts this many at once, and logs an error for each without a file descriptor
+                backlog=128,  # connections that asyncio accepts at once; it logs as many errors without file descriptors
                 timeout_graceful_shutdown=_GRACEFUL_S,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 ws="none",

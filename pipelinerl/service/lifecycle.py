@@ -77,7 +77,7 @@ _Result = TypeVar("_Result")
 
 
 class StartStopped(PipelineRLError):
-    """The process was stopped before it was ready."""
+    """The process was stopped before the awaited work was done."""
 
 
 async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event) -> _Result:
@@ -91,7 +91,7 @@ async def unless_stopped(work: Coroutine[Any, Any, _Result], stop: asyncio.Event
         working.cancel()
         stopping.cancel()
         await asyncio.wait((working, stopping))
-    raise StartStopped("stopped before it was up")
+    raise StartStopped("the process was stopped before its work was done")
 
 
 class GpuTurn:
@@ -146,7 +146,7 @@ def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]
-"""Main function of a service. It ends with its work, or when the event is set. It sets the policy version of `LogContext`."""
+"""Main function of a service. It ends when its work is done or the event is set. It updates `LogContext.policy_version`."""
 
 
 def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings], *, stop_within_s: float | None = None) -> int:
@@ -182,8 +182,8 @@ def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings],
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with `code` at once. A normal shutdown of the interpreter could hang or abort if a thread is in native
-    code, as that of an abandoned transfer is."""
+    """End the process with `code` at once. A normal shutdown of the interpreter could hang or abort while a thread runs
+    native code, such as an abandoned transfer."""
     try:
         # Without a normal shutdown, libraries do not end their child processes.
         for child in multiprocessing.active_children():

@@ -136,8 +136,8 @@ _LONGEST = 400
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """Return `text` on one line of at most 400 characters. `***` replaces each login in an address, and each value of a secret
-    variable if it has over 3 characters. A variable is secret if its name says so or it is an address with a login. Pure."""
+    """Return `text` on one line of at most 400 characters. `***` replaces each login in an address, and the values of secret
+    variables, except values of up to 3 characters. A secret variable is named like `API_KEY`, or is an address with a login."""
     secrets = [
         value
         for name, value in environment.items()

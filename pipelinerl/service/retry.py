@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 LOG_EVERY_S = 60.0
 """Seconds between two log lines with the same reason for waiting."""
 MOST_REASONS = 8
-"""Maximum number of different reasons logged per `LOG_EVERY_S`. Reasons that contain a port or a duration differ each time."""
+"""Maximum number of different reasons logged per `LOG_EVERY_S`, since a reason with a port or a duration differs each time."""
 
 _Result = TypeVar("_Result")
 

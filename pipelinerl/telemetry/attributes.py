@@ -1,4 +1,4 @@
-"""Names of span attributes, by OpenTelemetry's conventions if they have one, else `pipelinerl.…`. Pure."""
+"""Names of attributes of spans: those that OpenTelemetry's conventions define, and our own, which begin with `pipelinerl.`."""
 
 from __future__ import annotations
 

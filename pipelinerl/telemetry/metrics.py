@@ -42,11 +42,11 @@ class BoundedLabels:
 Value = float | None
 """Value of a series; None removes the series."""
 Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
-"""Value of a metric without labels, or values by label value, or by a tuple of label values if there are several labels."""
+"""Value of a metric without labels, values by the value of its only label, or values by a tuple of its label values."""
 
 
 class Reading(Collector):
-    """A gauge, or a counter if its name ends with `_total`. `set` stores its values, or `read` a function that returns them.
+    """A gauge, or a counter if its name ends with `_total`. `set` stores its values; `read` stores a function for them.
     Each scrape calls the function on a thread other than the event loop's, so it must only read plain attributes."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
@@ -85,7 +85,7 @@ class Family:
     unit: str
     labels: Labels
     buckets: Sequence[float] = ()
-    """Inclusive upper edges of a histogram's buckets, without the last one, infinity."""
+    """Inclusive upper edges of a histogram's buckets, except the last edge, which is infinite."""
 
 
 class RunRegistry(CollectorRegistry):

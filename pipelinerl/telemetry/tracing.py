@@ -85,7 +85,7 @@ class TracingSettings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _alone_where_off(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _ignore_others_if_off(cls, given: dict[str, Any]) -> dict[str, Any]:
         exporter, disabled = (_lower(given.get(name, "")) for name in ("traces_exporter", "sdk_disabled"))
         endpoint = given.get("exporter_otlp_traces_endpoint") or given.get("exporter_otlp_endpoint")
         is_off = disabled == "true" or exporter == "none" or not (exporter or endpoint)

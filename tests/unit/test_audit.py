@@ -175,7 +175,7 @@ AGAIN = "g00000000.0"
         ([{"event": "close", "outcome": "eaten", "ids": []}], Check.JOURNAL, 1, "close lacks a valid field"),
         ([{"event": "start", "version": 1}], Check.JOURNAL, 1, "start lacks a valid field"),
         ([start(2, version=0, keep=10)], Check.RESTARTS, 1, "keeps 10 bytes"),
-        ([start(1, version=0, keep=0)], Check.RESTARTS, 1, "incarnation 1 after incarnation 1"),
+        ([start(1, version=0, keep=0)], Check.RESTARTS, 1, "incarnation 1 follows incarnation 1"),
         ([mark("1"), start(2, version=2, keep="1")], Check.RESTARTS, 1, "from version 2, but the journal is at 1"),
         ([mark("1"), *SECOND_STEP, mark("2"), start(2, version=1, keep="1"), start(3, version=2, keep="2")],
          Check.RESTARTS, 1, "which end in an undone part"),
