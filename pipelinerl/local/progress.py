@@ -136,7 +136,7 @@ class RunState:
             return
         while self.step > version:
             self.history.pop()
-        if version > self.step:  # the version's own metrics are forgotten
+        if version > self.step:  # the history no longer has the metrics of `version`
             self.history.append({"step": version, "policy_version": version})
         self.heldout = [one for one in self.heldout if one[0] <= version]
 
