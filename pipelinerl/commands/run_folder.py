@@ -134,8 +134,8 @@ _STOP_WITHIN_S = 5.0
 
 
 def _streams_of(args: argparse.Namespace, run: str) -> partial[Any] | None:
-    """Return a function that opens the run's streams; None if none are named. The arguments name a NATS server or a folder with
-    streams. Otherwise the environment may name a server. Raises `FieldError` for an invalid run name."""
+    """Return a function that opens the run's streams: on the NATS server or in the folder that the arguments name, or else on
+    the server that the environment names; None without any of these. Raises `FieldError` for an invalid run name."""
     if args.nats:
         return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
     if args.run_dir and (args.run_dir / "nats" / _STORE).is_dir():
