@@ -231,7 +231,7 @@ def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def is_finished(summary: Record) -> bool:
-    """Return whether the summary, which may be empty, is that of a run that was neither stopped nor failed."""
+    """Return whether the summary is that of a run that was neither stopped nor failed; False if it is empty."""
     return summary.get("interrupted") is False and "error" not in summary
 
 

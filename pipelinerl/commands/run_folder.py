@@ -1,6 +1,6 @@
-"""`pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`, which read a run and change nothing.
+"""`pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`, which read a run. Only `report` writes a file.
 
-The user names the folder of a local run, or a NATS server and a run's name. A pod's environment names the server and the run.
+The user names the folder of a local run, or a NATS server and a run's name. In a pod, the environment names both.
 While a local run is running, its own nats-server is used. After its end, a temporary nats-server serves a copy of its streams.
 """
 

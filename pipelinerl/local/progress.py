@@ -113,7 +113,7 @@ class RunState:
 
     def on_step(self, metrics: Record, elapsed_s: float | None) -> None:
         """Record an optimizer step. `elapsed_s`: seconds from the runner's start to the step's report; with None, the step
-        does not count for the pace. If the step is known, a restart undid it: it and all later steps are removed first."""
+        does not count for the pace. If the step was recorded before, a restart undid it: remove it and later steps first."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
             self.rewind(step - 1)
