@@ -68,8 +68,8 @@ def start(
     """Start a run on this machine and return at once. If this program ends first, it stops the run cleanly.
 
     `recipe`: the name of a shipped recipe, a recipe file, or a mapping with the recipe's fields. `reward`: a function, even one
-    of a notebook; its path, `package.module:function` or `file.py:function`; or the name of a scorer. From such a file's folder
-    or package, the run also gets the other modules. `overrides`: fields of the recipe by their paths, as in
+    of a notebook; its path, `package.module:function` or `file.py:function`; or the name of a scorer. With a file, the
+    run also gets the other modules of the file's folder or package. `overrides`: fields of the recipe by their paths, as in
     `**{"trainer.steps": 40}`. `name`, `run_dir`: as for `pipelinerl run`. Raises `UserError` for a mistake.
     """
     given: Path | None = None
@@ -91,7 +91,7 @@ def start(
         loading.set_value(data, path.split("."), value)
     checked = loading.recipe_from_data(data, "recipe" if given is None else str(given))
     if scorer and all(one.reward.scorer != scorer for one in checked.mixture.values()):
-        raise FieldError("reward", scorer, "no task uses it: each has a reward.scorer; leave out that field or this reward")
+        raise FieldError("reward", scorer, "no task uses it: each sets its own reward.scorer; remove that field or this reward")
     for modules in (loading.modules_beside(checked, given) if given is not None else None, shipped):
         if modules is not None:
             copy_modules(modules, task)  # the given reward comes last, so its modules overwrite those of the recipe
@@ -126,7 +126,7 @@ def _scorer(reward: Reward, shipped: Path) -> str:
             return reward
         if not (path := Path(file).resolve()).is_file():
             raise FieldError("reward", reward, f"there is no such file in {Path.cwd()}")
-        root = next(folder for folder in path.parents if not (folder / "__init__.py").is_file())  # of its package, if any
+        root = next(one for one in path.parents if not (one / "__init__.py").is_file())  # the first one outside its package
         if root != Path.cwd():
             copy_modules(root, shipped)
         elif path.parent == root:  # the verifier finds the other modules of the current folder
@@ -157,7 +157,7 @@ class Run:
         """Wait for the end, and return this run. Raises `ServiceError` with the last lines of the output if the run failed, or
         `UserError` if the cause is a mistake that only the run found, such as one in the data or in the reward."""
         code = self._own().wait()
-        stopped_early = self._stopped and not self._dir.identity.exists()  # interrupted while it still imported
+        stopped_early = self._stopped and not self._dir.identity.exists()  # interrupted during its imports
         if code not in (EXIT_OK, EXIT_INTERRUPTED) and not stopped_early:
             kind = UserError if code == EXIT_USER_ERROR else ServiceError
             raise kind(f"the run {self.path} ended with exit code {code}:\n{self.output[-2000:]}")
@@ -362,8 +362,8 @@ def _is_function(value: Any) -> bool:
 
 
 def _imported_from(value: Any) -> str:
-    """Return `module:name` if this name in a module other than the main program refers to the value itself, else "". A wrapper
-    has the name of the function that it wraps, so its name may refer to that function."""
+    """Return `module:name` if the value can be imported by its own name, not from the main program, else "". A wrapper has the
+    name of the function that it wraps, so an import by that name may give the function instead."""
     module, name = str(getattr(value, "__module__", None)), getattr(value, "__qualname__", "")
     is_held = module != "__main__" and name.isidentifier() and getattr(sys.modules.get(module), name, None) is value
     return f"{module}:{name}" if is_held else ""

@@ -123,7 +123,7 @@ _CLUSTER = (
     ("--context NAME", str, "context of the kubeconfig (default: the current one)", {"default": ""}),
 )
 _STREAMS = (
-    ("--nats URL", str, "NATS server of a run on other machines, such as nats://host:4222 (default in a pod: its setting)"),
+    ("--nats URL", str, "NATS server, such as nats://host:4222, of a run on other machines (default: PIPELINERL_NATS_URL)"),
     ("--credentials FILE", Path, "file with user:password, or a .creds file"),
     ("--tls-dir DIR", Path, "folder with ca.crt, and with tls.crt and tls.key if the server asks for a certificate"),
 )  # fmt: skip
@@ -182,11 +182,11 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("what", None, "service to scale", {"choices": ["actors"]}),
         ("count N", int, "number of actors to reach"),
         ("--run-dir DIR", Path, "folder of the run", {"required": True}),
-        ("--timeout S", float, "seconds to wait until all actors serve (300)", {"default": 300.0}),
+        ("--timeout S", float, "seconds to wait until all actors serve (default: 300)", {"default": 300.0}),
     ], "pipelinerl scale actors 3 --run-dir runs/try"),
     "validate": ("check a recipe and print a summary of it", "validate:validate", [
         _RECIPE, _SET, _ROWS,
-        ("--fields-only", None, "check only the fields, not files and functions that they name, which may be elsewhere"),
+        ("--fields-only", None, "check only the fields, not the files and functions that they name"),
         ("--chart-values FILE", Path, "values of the chart, as its validation Job passes them; check these too"),
         ("--gpu-memory SIZE", str, "memory of a GPU, such as 80GiB; then also print how much the recipe needs, and advice. "
          "With several trainer nodes, set the total number of ranks by --set trainer.nproc=N"),
@@ -220,7 +220,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--lengths BARS|RUN_DIR", str, "completion lengths: either the bars of a histogram, each TOKENS:WEIGHT or "
          "FROM-TO:WEIGHT, such as 1-512:6,513-2048:3,8192:1, or the folder of a run that recorded its lengths",
          {"required": True}),
-        ("--sequences-in-progress H", int, "sequences on each actor (default: the best)"),
+        ("--sequences-in-progress H", int, "sequences in progress on each actor (default: the number that trains fastest)"),
         ("--kv-kib-per-token KIB", float, "KiB of KV cache per token (default: from config.json, or else assumed)"),
         ("--json", None, "print the plan as one JSON object"),
     ], "pipelinerl plan gsm --parameters 7.6B --accelerators 32 --lengths 1-512:2,513-4096:7,4097-8192:1"),
@@ -233,7 +233,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--to STEP", int, "last step (default: the last recorded one)", {"dest": "last"}),
         ("--step STEP", int, "a single step; short for --from STEP --to STEP"),
         ("--tokens", None, "show the tokens of --step instead of its figures"),
-        ("--most N", int, "number of sequences that --tokens shows (4)", {"default": 4}),
+        ("--most N", int, "number of sequences that --tokens shows (default: 4)", {"default": 4}),
         ("--set a.b=c", str, "change a field of trainer or algorithm (repeatable), and compare the figures", _OVERRIDES),
     ],
         "pipelinerl replay runs/try                                      # every step, and compare the digests",
@@ -262,7 +262,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--json", None, "print one JSON object per line, with the whole prompt"),
     ], "pipelinerl dead-letters runs/try --json"),
     "cache": ("list or remove files kept for the next run, such as initial models", "run:cache", [
-        ("--clear NAME", str, "remove these entries, or all if none is named; wait until no run uses them",
+        ("--clear NAME", str, "remove these entries, or all if none is named; no run may be using them",
          {"nargs": "*", "completer": _kept}),
     ], "pipelinerl cache --clear"),
 }  # fmt: skip

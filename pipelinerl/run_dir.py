@@ -29,8 +29,8 @@ ABOUT, ADAPTER = "pipelinerl.json", "adapter_config.json"
 """Files of a checkpoint: one with its policy version, and one with the configuration of a LoRA adapter."""
 MODEL_IN = ("config.json", ADAPTER)
 NOTHING_THERE = -1
-"""Position in a checkpoint to which no message on the streams belongs. A trainer that continues from such a checkpoint empties
-the streams first."""
+"""Stream position in a checkpoint if none of the messages on the streams belongs to it. A trainer that continues from such a
+checkpoint empties the streams first."""
 STATE_FORMAT = 3
 """Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
@@ -68,9 +68,9 @@ class RunDir:
         self.checkpoints = self.path / CHECKPOINTS
         """`step-<version>/` for each of the newest checkpoints."""
         self.undone = self.path / "undone"
-        """`<n>/` with what the n-th `pipelinerl rollback` set aside."""
+        """`1/`, `2/` and so on: the files that each `pipelinerl rollback` set aside."""
         self.nats_store = self.path / "nats"
-        """Streams of the embedded NATS server."""
+        """Streams and configuration of the run's nats-server."""
         self.credentials = Credentials(self.path / "secrets")
         """Credentials of the run's latest start."""
 
@@ -145,7 +145,7 @@ def copy_modules(folder: Path, target: Path) -> None:
 
 
 def find_run(folder: Path, option: str) -> RunDir:
-    """Return the run in `folder`. Raises `FieldError` on `option` if the folder is not a run's."""
+    """Return the run in `folder`. Raises `FieldError` about `option` if the folder is not a run's."""
     check_folder(folder, option)
     if missing := [name for name in ("recipe.yaml", "run.json") if not (folder / name).is_file()]:
         raise FieldError(option, str(folder), f"is not the folder of a run: it has no {' and no '.join(missing)}")
@@ -154,8 +154,8 @@ def find_run(folder: Path, option: str) -> RunDir:
 
 def new_place(recipe_name: str, now: datetime, name: str | None, path: Path | None, option: str = "--name") -> RunDir:
     """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, make a folder. Its name is the
-    recipe's, cut to fit, with the time `now`, and with a number if that folder exists. Raises `FieldError` on `option` if the
-    name cannot be used."""
+    recipe's, cut to fit, with the time `now`, and with a number if that folder exists. Raises `FieldError` about `option` if
+    the name cannot be used."""
     stamp = f"-{now:%Y%m%d-%H%M%S}"
     cut = recipe_name[: _RUN_NAME_LENGTH - len(f"{stamp}-99")].rstrip("-")
     stamped = f"{cut}{stamp}" if name is None else check_run_name(name, option)
@@ -310,8 +310,8 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 class Checkpoint:
     """A policy on disk. `path`: its folder, with whole weights or an adapter. `adapter`: the adapter's configuration, or empty.
     `run`: the folder of its run; `path` if it has none. `version`: its policy version, or None if it states none. `tokenizer`:
-    the folder with its tokenizer, which is the parent folder for an adapter of a run. If neither folder has a tokenizer, an
-    adapter uses that of its base model, which may be a name on the hub."""
+    the folder with its tokenizer, which is the parent folder for an adapter of a run. If neither has one, an adapter uses
+    the tokenizer of its base model, which may be a name on the hub."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.run, self.adapter = path, _run_of(path), read_json(path / ADAPTER)
@@ -367,7 +367,7 @@ def recipe_changes_of(run_dir: Path) -> list[str]:
 
 def newest_state(run_dir: Path, option: str) -> Mapping[str, Any] | None:
     """Return the content of the newest checkpoint's run.json; None if the run starts again from version 0. Raises `FieldError`
-    on `option`, or `UserError`, if the run cannot continue, because files are missing or damaged, or have another format."""
+    about `option`, or `UserError`, if the run cannot continue, because files are missing or damaged, or have another format."""
     found, journal, why = resumable(run_dir), run_dir / JOURNAL, ""
     try:
         state: Any = json.loads(found[max(found)].read_text(encoding="utf-8")) if found else None

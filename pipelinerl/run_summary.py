@@ -42,7 +42,7 @@ class RunTotals:
     rewards: list[float] = field(default_factory=list)  # mean of each step
     tokens_generated: int = 0
     lag_histogram: dict[int, int] = field(default_factory=dict)  # trained tokens by their lag in optimizer steps
-    ended_by_length: dict[str, list[int]] = field(default_factory=dict)  # as `add_ended` adds them
+    ended_by_length: dict[str, list[int]] = field(default_factory=dict)  # [trained, dropped as stale] by length bucket
     update_bytes: int = 0
     transfer_s: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)
@@ -231,7 +231,7 @@ def _objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def is_finished(summary: Record) -> bool:
-    """Return whether the summary, which may be empty, is that of a run that was neither stopped nor failed."""
+    """Return whether the summary is that of a run that was neither stopped nor failed; False if it is empty."""
     return summary.get("interrupted") is False and "error" not in summary
 
 
@@ -272,7 +272,7 @@ class RunFiles(ExitStack):
 
 
 def cut(path: Path, keep_steps: int) -> None:
-    """Keep the lines of steps up to `keep_steps`, and move others to `<name>-undone.jsonl`. Drop a truncated last line."""
+    """Keep the lines of steps up to `keep_steps`, and move the others to `<name>-undone.jsonl`. Drop a truncated last line."""
     if not path.is_file():
         return
     partial, undone = path.with_name(f"{path.name}.partial"), list[str]()

@@ -194,7 +194,7 @@ def notes(runs: Sequence[ComparedRun]) -> list[str]:
     fields = [field for field, _ in differences(runs) if field.startswith(_MEASURES) and "heldout_problems" not in field]
     differing = [one for one in fields if len({run.fields.get(f"(content of {one})", run.name) for run in runs}) > 1]
     named, lettered = ", ".join(differing[:4]) + (", …" if differing[4:] else ""), list(zip(LETTERS, runs, strict=False))
-    told = [f"The runs differ in {named}, so rewards and accuracies may not measure the same."] if differing else []
+    told = [f"The runs differ in {named}, so rewards and accuracies may not be comparable."] if differing else []
     for label in dict.fromkeys(label for run in runs for label in run.accuracies):
         pairs = list(combinations([(letter, run.accuracies[label]) for letter, run in lettered if label in run.accuracies], 2))
         equal = [f"{a} and {b}" for (a, one), (b, other) in pairs if one == other]

@@ -30,7 +30,7 @@ from pipelinerl.tasks.rows import ABSENT, BadRow, Values, known_format, rows_of,
 from pipelinerl.tasks.source import FileSource, field_names
 
 _MINUTES = {"arithmetic": 2, "repeated-addition": 1, "calculator": 5, "guess": 7, "code": 5, "smollm2": 15}
-"""Duration of the whole run on two CPU cores. The other recipes have not been run to their end."""
+"""Minutes that a whole run takes on two CPU cores, by recipe. The other recipes have not been run to their end."""
 _PROCESSES_GIB = 3.0
 """Memory of the processes of a run on CPUs, in addition to the training state, the engine's weights and its KV cache."""
 _EPISODE_GIB = 0.011
@@ -79,12 +79,12 @@ def needs(recipe: Recipe) -> dict[str, Any]:
 
 TEMPLATES = Path(pipelinerl.__file__).parent / "templates"
 _NAME = "my-task"
-"""Placeholder in the templates for the recipe's name and the folder. It is also the name if the folder's name yields none."""
+"""Placeholder in the templates for the recipe's name and the folder. It is also the fallback for the recipe's name."""
 _QUESTIONS = ("question", "prompt", "problem", "query", "instruction", "input", "messages")
 _ANSWERS = ("answer", "reference", "solution", "output", "response", "target", "label")
 _MOST_HELDOUT = 64
 _FINAL = (r"####\s*(.+)", r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-"""Patterns of the final answer in a worked solution, as in GSM8K and in MATH. Within the box, braces may be nested twice."""
+"""Patterns of the final answer in a worked solution, as in GSM8K and in MATH. In a box, braces may be nested twice."""
 
 
 def init(args: argparse.Namespace) -> int:
@@ -139,7 +139,7 @@ def data_words(data: Path, question: str | None, answer: str | None) -> dict[str
     try:
         problems = FileSource(task, seed=0).problems  # from the rows that a run can use
     except FieldError as error:
-        raise FieldError("--data", str(data), f"{error.fix} (at least 2 are needed: 1 to measure the accuracy)") from error
+        raise FieldError("--data", str(data), f"{error.fix} (at least 2 are needed; 1 measures the accuracy)") from error
     answers = [str(one.reference.get("answer", "")) for one in problems]
     pattern = next((one for one in _FINAL if all(re.search(one, text) for text in answers)), "")
     words = {"DATA": data.name, "QUESTION": task.prompt_field, "ANSWER": task.answer_field}

@@ -159,7 +159,7 @@ def outline(plan: Plan, source: str, model: Model) -> list[tuple[str, str]]:
     by_length = f" ({', '.join(shares)})" if shares else ""
     # Options of `pipelinerl run`. On a cluster, the chart sets these numbers.
     options = f"--set actor.count={split.num_generators} --set actor.sequences_in_progress={split.sequences_in_progress}"
-    lag, batch_s = lag_summary(played.lag_histogram), played.duration / played.steps
+    lag, batch_s, g = lag_summary(played.lag_histogram), played.duration / played.steps, split.largest_lag + 1
     conventional, per_actor = plan.conventional / plan.rate, counted(machine.per_actor, "accelerator")
     return [
         ("lengths", f"mean {lengths.mean:,.0f}, longest {lengths.longest:,} tokens ({source})"),
@@ -172,7 +172,7 @@ def outline(plan: Plan, source: str, model: Model) -> list[tuple[str, str]]:
         ("stale", f"{played.stale_share:.1%} of the sequences are dropped{by_length}"),
         ("KV cache", f"{plan.kv_used_gib:.1f} of {machine.kv_gib:.1f} GiB on each actor; {model.kv_outline}"),
         ("settings", f"{options} --set trainer.nproc={split.num_trainers}"),
-        ("conventional", f"{conventional:.2f} times as fast as this, at the same largest lag (G = {split.largest_lag + 1})"),
+        ("conventional", f"{conventional:.2f} times as fast as this plan, at the same largest lag (G = {g})"),
     ]  # fmt: skip
 
 

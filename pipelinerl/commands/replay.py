@@ -29,7 +29,7 @@ _DECIDED_EARLIER = (
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Replay the steps. Return the exit code: 1 if a version's digest differs from the run's."""
+    """Replay the steps. Return the exit code: 1 if a version's digest differs from the recorded one."""
     run, recipe = _recorded(args.run)
     if args.tokens and args.step is None:
         raise FieldError("--tokens", True, "needs --step N, whose tokens it shows")
@@ -82,7 +82,7 @@ def _forget_streams(state: Path) -> None:
 
 
 def _set_aside(run: RunDir, version: int) -> Path | None:
-    """Move the results of the run's end, and then the checkpoints after `version` in ascending order, to a new folder. Return
+    """Move summary.json and checkpoint/, and then the checkpoints after `version` in ascending order, to a new folder. Return
     the folder, or None if nothing was moved."""
     newer = [path.parents[1] for number, path in resumable(run.path).items() if number > version]
     found = [path for path in (run.summary, run.checkpoint, *newer) if path.exists()]
@@ -106,10 +106,10 @@ def _recorded(folder: Path) -> tuple[RunDir, Recipe]:
 
 
 def check_override(override: str) -> None:
-    """Raise `FieldError` for a field that cannot change what a step makes of its recorded data. Pure."""
+    """Raise `FieldError` if the override has no effect on how a step is computed from its recorded data."""
     path, value = parse_override(override)
     if path[0] not in ("trainer", "algorithm") or not path[1:] or path[1] in _DECIDED_EARLIER:
-        fix = "was used before the data were recorded; change fields of trainer, or the loss, masks or terms of algorithm"
+        fix = "has no effect on recorded data; change fields of trainer, or the loss, masks or terms of algorithm"
         raise FieldError(".".join(path), value, fix)
 
 

@@ -43,7 +43,7 @@ from pipelinerl.tasks.source import Source
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)", re.IGNORECASE)
 _SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])\d+(?:\.\d+)?[MB](?![a-z])", re.IGNORECASE)
 _EXPERTS_IN_NAME = re.compile(r"(?<![\w.])\d+E(?![a-z])", re.IGNORECASE)
-"""In a name such as 17B-16E, 17B counts only the parameters that one token uses."""
+"""Matches 16E in a name such as 17B-16E, where 17B counts only the parameters that one token uses."""
 _ROUNDED = 1.1
 """Factor for a size that is read from a name, because names round down. For example, a "7B" has 7.6 billion parameters."""
 _SHORT = reprlib.Repr()
@@ -250,7 +250,7 @@ _SHOWN = ("step", "prompt", "completion", "reference", "answer", "reason", "rewa
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Return the exit code: 0 without a grave finding, 1 with one. Raises `UserError` for wrong arguments."""
+    """Print the findings. Return exit code 1 if one of them is grave, else 0. Raises `UserError` for wrong arguments."""
     folder = Path(args.subject)
     if is_run := any((folder / name).is_file() for name in NAMED_IN):
         for option, value in (("--set", args.overrides), ("--gpu-memory", args.gpu_memory), ("--parameters", args.parameters)):

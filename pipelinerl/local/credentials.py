@@ -1,7 +1,7 @@
 """Credentials of a local run, which keep other users of the machine out: NATS logins, a certificate and the live page's key.
 
 Each start of a run makes new credentials in a folder that only its owner can read. Credentials never appear in arguments
-or environment variables. The live page's link contains its key, and is printed. Other processes of the same user can read them.
+or environment variables, but the live page's printed link contains its key. Processes of the same user can read all of them.
 """
 
 from __future__ import annotations

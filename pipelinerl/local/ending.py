@@ -124,7 +124,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending, f
         *_figures(summary),
         *_losses(summary),
     ]
-    # The error of a failed run has been printed. Notes are only in the report and in `pipelinerl doctor`.
+    # Findings of gravity `note` are left to the report. The finding `run-failed` repeats the error that `finish` has printed.
     if told := [one for one in findings if one.gravity != "note" and one.id != "run-failed"]:
         lines.append(f"  {told[0].gravity.upper():<17}  {told[0].brief}")
         lines.append(f"  more               pipelinerl doctor {shlex.quote(str(run_dir.path))}")
@@ -132,7 +132,7 @@ def closing_lines(summary: Mapping[str, Any], run_dir: RunDir, ending: Ending, f
         lines.append(f"  report             {run_dir.report}")
     if run_dir.checkpoint.is_dir():
         lines.append(f"  checkpoint         {run_dir.checkpoint}")
-    # After a mistake of the user, the run cannot continue until it is corrected, so no line suggests resuming.
+    # Until the user corrects a mistake, the run cannot continue, so no line suggests resuming.
     if ending.exit_code in (EXIT_INTERRUPTED, EXIT_FAILURE) and run_dir.identity.is_file():
         lines.append(f"  continue with      pipelinerl run --resume {shlex.quote(str(run_dir.path))}")
         version, steps = newest_checkpoint(run_dir.path), summary.get("steps") or 0

@@ -36,7 +36,7 @@ def nats_command(folder: Path, log: Path, port: int = 0, extra: Mapping[str, Any
     such as authorization and tls. Raises `ServiceError` if nats-server is not installed."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    for stale in folder.glob("nats-server_*.ports"):  # A killed server left it. A later server may get the same pid.
+    for stale in folder.glob("nats-server_*.ports"):  # A killed server left this file. A later server may get the same pid.
         stale.unlink(missing_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     config = {

@@ -122,7 +122,7 @@ class ServiceProcess:
 
     async def until(self, probe: Callable[[], T | None], timeout_s: float, failure: str) -> T:
         """Call `probe` in a thread until its result is not None, and return the result. Raises `ServiceDied` at once when the
-        process ends, and `ServiceError` after `timeout_s`, in whose text `failure` says what is missing."""
+        process ends. Raises `ServiceError` after `timeout_s`, with `failure`, such as "is not ready", in its message."""
         exited = asyncio.ensure_future(self.wait())
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -174,7 +174,7 @@ class Restarts:
     limit: int = 5
     """Maximum restarts in a row."""
     limit_unserved: int = 1
-    """Maximum restarts in a row of a service that has never served. Its fault is likely to persist, so this is lower."""
+    """Maximum restarts in a row of a service that has never served. Its fault is likely to persist, so this limit is lower."""
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=1.0, most_s=60.0))
     stable_s: float = 600.0
     """Seconds that a process must live to reset the number of restarts in a row."""
@@ -204,7 +204,7 @@ class Service:
     process: ServiceProcess | None = field(default=None, init=False)
     """The newest process; None before the first start."""
     keeper: asyncio.Task[None] | None = field(default=None, init=False)
-    """Task that restarts an actor."""
+    """Task that restarts an actor after its death."""
     given_up: bool = field(default=False, init=False)
 
 
@@ -303,7 +303,7 @@ async def session_ended(session: int, timeout_s: float) -> bool:
 
 
 def living(run_dir: RunDir, option: str = "--run-dir") -> dict[str, int]:
-    """Return the names and pids of the run's living processes. Raises `FieldError` on `option` if pids.json cannot be read."""
+    """Return the names and pids of the run's living processes. Raises `FieldError` about `option` for a damaged pids.json."""
     if not run_dir.pids.exists():
         return {}  # The run has started no process yet.
     try:
@@ -317,7 +317,7 @@ def living(run_dir: RunDir, option: str = "--run-dir") -> dict[str, int]:
 
 
 def check_stopped(run_dir: RunDir, option: str) -> None:
-    """Raise `FieldError` on `option` if processes of the run are alive."""
+    """Raise `FieldError` about `option` if processes of the run are alive."""
     if pids := living(run_dir, option):
         named = ", ".join(f"{name} (pid {pid})" for name, pid in pids.items())
         raise FieldError(option, str(run_dir.path), f"the run is still running: {named}; wait for its end, or stop it")

@@ -113,7 +113,7 @@ class RunState:
 
     def on_step(self, metrics: Record, elapsed_s: float | None) -> None:
         """Record an optimizer step. `elapsed_s`: seconds from the runner's start to the step's report; with None, the step
-        does not count for the pace. If the step is known, a restart undid it: it and all later steps are removed first."""
+        does not count for the pace. If the step was recorded before, a restart undid it: remove it and later steps first."""
         step = int(metrics.get("step") or 0)
         if 0 < step <= self.step:
             self.rewind(step - 1)
@@ -136,7 +136,7 @@ class RunState:
             return
         while self.step > version:
             self.history.pop()
-        if version > self.step:  # the version's own metrics are forgotten
+        if version > self.step:  # the history no longer has the metrics of `version`
             self.history.append({"step": version, "policy_version": version})
         self.heldout = [one for one in self.heldout if one[0] <= version]
 

@@ -89,9 +89,9 @@ _UNLEARNED_STEPS = 5
 _HUNG_AFTER = 10
 """A stopping trainer is killed if it neither answers nor writes for this multiple of `STOP_WITHIN_S`."""
 _SCALED_GRACE_S = 15.0
-"""Time in which an actor that is removed by scaling hands over its sequences."""
+"""Seconds that an actor removed by scaling has to hand over its sequences before it is killed."""
 _ENDED_GRACE_S = 1.0
-"""Time in which the workers of a process that ended by itself must end."""
+"""Seconds that the workers of a process that ended by itself have to end before they are killed."""
 _LONGEST_FOLDER = 70
 """Maximum length of the path of the temporary folder. It holds vLLM's sockets, whose paths have at most 107 characters."""
 TRAINER = "trainer"
@@ -100,8 +100,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def grace_s(kind: str, left_s: float, within_s: float) -> float:
-    """Return the seconds after which a stopping process is killed. `left_s`: rest of the stop's time limit `within_s`. From it,
-    the time that is reserved for the kinds of processes that stop later is subtracted."""
+    """Return the seconds after which a stopping process is killed: `left_s`, the rest of the stop's time limit `within_s`,
+    minus the time that is reserved for the kinds of processes that stop later."""
     return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
 
 
@@ -286,7 +286,7 @@ class LocalRun:
             yield await self._start(Service(launch.name, lambda: launch, self.restarts))
         finally:
             await self._stop(launch.name)
-            if self._stop_by_s is None:  # The run goes on, and pids.json no longer names the process.
+            if self._stop_by_s is None:  # The run goes on without this process, so pids.json must not name it.
                 self._forget(launch.name)
 
     async def _stop_services(self) -> None:
@@ -297,7 +297,7 @@ class LocalRun:
         await asyncio.gather(self._stop(TRAINER), beside_the_checkpoint())
 
     async def _stop(self, kind: str) -> None:
-        """Terminate the processes of one kind, such as `actor`, including actors that scaling removes."""
+        """Terminate the processes of one kind, such as `actor`, including actors that scaling is removing."""
         running = [process for name, process in self._processes.items() if service_of(name) == kind]
         within_s, beside = _ENDED_GRACE_S, AsyncExitStack()
         if any(process.returncode is None for process in running):
@@ -383,7 +383,7 @@ class LocalRun:
                 return
             await process.kill_and_wait()  # Remaining workers would keep ports and cores.
             served = served or process.launch.address_file.is_file()
-            # Other actors may cause the run's progress, so it does not count for an actor.
+            # An actor's restarts in a row are not reset by progress of the run, which other actors may have caused.
             reached = 0 if service_of(service.name) == "actor" else self._state.furthest
             delay_s = service.restarts.next_delay_s(time.monotonic() - started_s, code, served, reached)
             if delay_s is None:
@@ -395,7 +395,7 @@ class LocalRun:
                     return
                 try:
                     await self._start(service)
-                except ServiceError as error:  # This counts as a death.
+                except ServiceError as error:  # A failed start counts as a death.
                     delay_s = service.restarts.next_delay_s(0.0, EXIT_FAILURE, served)
                     if delay_s is None:
                         raise

@@ -47,9 +47,9 @@ class ThreadPlan:
 def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
-    """Give half of the cores, rounded down, to the trainer, and divide the rest among the actors. Each gets at least 1. Counts
-    above 0 come from the recipe and are kept. If only `engine_threads` is given, the trainer gets the remaining cores. With
-    `take_turns`, both sides get all cores, but each actor leaves 1 for the process that feeds its engine."""
+    """Give half of the cores, rounded down, to the trainer, and divide the rest among the actors. Each gets at least 1. Thread
+    counts above 0 come from the recipe and are kept. If only `engine_threads` is given, the trainer gets the remaining cores.
+    With `take_turns`, both sides get all cores, but each actor leaves 1 for the process that feeds its engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))
@@ -97,7 +97,7 @@ def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str
 
 
 def restore_compiled(environment: Mapping[str, str]) -> None:
-    """Recreate the folder for compiled code if it was removed, because torch cannot create it through the symbolic link."""
+    """Recreate the folder for compiled code if it was removed. Torch cannot create it through the link of `private_files`."""
     for link in Path(environment["TMPDIR"]).glob("torchinductor_*"):
         with contextlib.suppress(OSError):
             link.readlink().mkdir(0o700, parents=True, exist_ok=True)
@@ -148,9 +148,9 @@ class ServiceLaunches:
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """Return the trainer's launch. A restarted one keeps the HTTP port of `again` if free, so that open pages find it."""
+        """Return the trainer's launch. A restarted trainer keeps the HTTP port of its previous address `again`, if free."""
         port = str(self.page_port or 0)
-        if again is not None and self.page_port is not None:
+        if again is not None and self.page_port is not None:  # Open pages ask the previous port.
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)
         settings = {
             "run_dir": str(self.run_dir.path.resolve()),
@@ -162,18 +162,18 @@ class ServiceLaunches:
         threads = _thread_env(max(1, self.threads.trainer // self.recipe.trainer.ranks))  # threads of each rank
         turns = self.recipe.actor.colocate
         gpus = self.placement.trainer_environment(self.environment, takes_turns=turns) if self.placement else {}
-        return self._launch("trainer", self._of_policy(TRAINER) | settings, threads | gpus)
+        return self._launch("trainer", self._policy_settings(TRAINER) | settings, threads | gpus)
 
     def actor(self, index: int) -> Launch:
         gpus = self.placement.environment(self.placement.groups[index]) if self.placement else {}
-        settings = {**self._of_policy(ACTOR), "verifier": self.verifier_address}
+        settings = {**self._policy_settings(ACTOR), "verifier": self.verifier_address}
         return self._launch(f"actor-{index}", settings, self.threads.actor_env() | gpus)
 
     def initial_model(self, cache: Path) -> Launch:
         settings = {"model_cache": str(cache.resolve()), "run_dir": str(self.run_dir.path.resolve())}
         return self._launch("model", {**settings, "model_dir": ""}, {})
 
-    def _of_policy(self, user: str) -> dict[str, str]:
+    def _policy_settings(self, user: str) -> dict[str, str]:
         credentials = self.run_dir.credentials
         login, trusted = str(credentials.nats(user).resolve()), str(credentials.tls_dir.resolve())
         nats = {"nats_url": self.nats_url, "nats_credentials": login, "nats_tls_dir": trusted}

@@ -52,7 +52,7 @@ const PrlCharts = (() => {
 
   const placeText = (value) => (Number.isInteger(value) ? String(value) : number(value)); // steps are not abbreviated
 
-  /* What the reader does in each element with a chart: {at: label of the position in the readout, focused}. */
+  /* For each element with a chart: `at`, label of the position in its readout; `focused`, whether the chart has keyboard focus. */
   const reading = new WeakMap();
 
   function frame(root, options) {
@@ -162,9 +162,9 @@ const PrlCharts = (() => {
     };
   }
 
-  /* Return the range of a vertical axis, which ends at ticks; `low` and `high` fix its ends. Equal values get a range from 0 to
-   * twice the value. Other values fill the range, from 0 if they are positive and the least is at most half of the largest,
-   * unless labels of three digits would then be equal. */
+  /* Return the range of a vertical axis. `low` and `high` fix its ends; an end that is not fixed is a tick. Equal values get a range
+   * from 0 to twice the value. If the least value is positive and at most half of the largest, the range begins at 0. It spans
+   * at least 4 % of the largest value, so that tick labels of three digits differ. */
   function extent(values, low, high) {
     let least = low ?? Infinity, most = high ?? -Infinity;
     for (const value of values) { if (low === undefined && value < least) least = value; if (high === undefined && value > most) most = value; }
@@ -190,8 +190,8 @@ const PrlCharts = (() => {
   }
 
   /* Draw lines over a numeric x. series: [{name, color, points: [[x, y | null], ...], dots, dash, label}]. `dash`: "dashed" or
-   * "dotted". `label`: a letter at the line's end. `hold`: the readout also has the last value of each line before its position.
-   * yLow and yHigh fix the range of y; xRange, its ends, is the least range of x. */
+   * "dotted". `label`: a letter at the line's end. `hold`: the readout also shows the last value of each line before its position.
+   * yLow and yHigh fix the range of y. The range of x includes xRange, [low, high]. */
   function lines(root, options) {
     const format = options.format || number;
     const series = options.series.filter((one) => one.points.some((point) => isKnown(point[1])));
@@ -242,7 +242,7 @@ const PrlCharts = (() => {
     series.forEach(({ label }, i) => { if (label) svg.append(shape("text", { class: "end", x: ends[i][0] + 4, y: heights[i] + 4 }, label)); });
   }
 
-  /* Return for each of `places` between the first and the last of `points` the newest point up to there. */
+  /* For each of `places` within the range of `points`, return [place, value of the last point up to that place]. */
   function held(points, places) {
     let at = -1;
     const sorted = [...places].sort((a, b) => a - b).filter((place) => place <= points[points.length - 1][0]);

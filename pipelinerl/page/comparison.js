@@ -37,7 +37,7 @@ const PrlComparison = (() => {
 
   function caption(curves) {
     const isSmoothed = Object.keys(curves).some((figure) => !CHARTS[figure].dots && curves[figure].some((points) => points.length >= SMOOTHED));
-    return `${isSmoothed ? `Moving means where a line has ${SMOOTHED} points or more, except for the accuracy. ` : ""}Letters at the ends of the lines name the runs.`;
+    return `${isSmoothed ? `Lines with ${SMOOTHED} points or more show moving means, except those of the accuracy. ` : ""}Letters at the ends of the lines name the runs.`;
   }
 
   function plots(root, data) {

@@ -61,7 +61,7 @@ const PrlFlow = (() => {
 
   /* Draw the diagram. counts: {issued, trained, dropped_stale, dropped_filtered, failed, in_flight}. Outcomes with 0 get no band. */
   function diagram(root, counts, title = "What became of the sequences") {
-    const figure = frame(root, { title, sub: "Every issued sequence ends in exactly one of these" });
+    const figure = frame(root, { title, sub: "Every issued sequence is counted in exactly one of these" });
     if (!counts || !counts.issued) return empty(figure, "Nothing issued yet");
     const bands = OUTCOMES.map(([key, label, color]) => ({ key, label, color, count: counts[key] || 0 })).filter((band) => band.count);
     const label = `${whole(counts.issued)} sequences issued: ${bands.map((band) => `${whole(band.count)} ${band.label}`).join(", ")}`;

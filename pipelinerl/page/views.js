@@ -57,7 +57,7 @@ const PrlViews = (() => {
   /* Return the note about clipped gradients. Records of old runs do not say whether a step was clipped and are ignored. */
   function clippedNote(records) {
     const known = records.filter((r) => typeof r.clipped === "boolean"), clipped = known.filter((r) => r.clipped).length;
-    return known.length ? `Before clipping, which cut ${percent(clipped / known.length)} of the steps` : "Before clipping";
+    return known.length ? `Before clipping; ${percent(clipped / known.length)} of the steps were clipped` : "Before clipping";
   }
 
   function learning(data, axis) {
@@ -223,7 +223,7 @@ const PrlViews = (() => {
     }));
   }
 
-  /* Replaces the content of `root` by the doctor's findings, the cause first; nothing if there are none. */
+  /* Replace the content of `root` by the doctor's findings, the likeliest cause first. */
   function findings(root, found) {
     root.className = "findings";
     root.replaceChildren(...(found || []).map((one) => {

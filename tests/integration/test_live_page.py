@@ -141,7 +141,7 @@ async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how
         reported = page.locator(chart.format("Reported in training"))
         assert await reported.count() == 0, "nothing is reported"
         await page.get_by_text("Gradient norm").scroll_into_view_if_needed()
-        await page.get_by_text("Before clipping, which cut 50% of the steps").wait_for()
+        await page.get_by_text("Before clipping; 50% of the steps were clipped").wait_for()
 
 
 async def test_a_page_without_an_answer_says_so_and_asks_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,7 @@ def test_mistakes_prevent_a_start_and_failures_show_the_output(workplace: Path, 
         {"reward.scorer": "exact"},
         {"task": None, "tasks": [{"task": RECIPE["task"], "reward": {"scorer": "exact"}}]},
     ):
-        with pytest.raises(FieldError, match=r"reward = 'math': no task uses it: each has a reward\.scorer"):
+        with pytest.raises(FieldError, match=r"reward = 'math': no task uses it: each sets its own reward\.scorer"):
             pipelinerl.start("arithmetic", "math", **overrides)
     with pytest.raises(FieldError, match=r"--set tasks\.a\.name = 3: the list has 1 items"):
         pipelinerl.start({"tasks": [{}]}, **{"tasks.a.name": 3})

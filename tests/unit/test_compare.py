@@ -117,9 +117,9 @@ def test_another_reward_in_python_is_told_and_equal_data_at_another_place_is_not
         (folder / "modules" / "test_reward.py").write_text(name)
         runs.append(read_run(folder, name))
     assert [field for field, _ in differences(runs[:2])] == ["task.path", "modules/reward.py"]
-    assert notes(runs[:2]) == ["The runs differ in modules/reward.py, so rewards and accuracies may not measure the same."]
+    assert notes(runs[:2]) == ["The runs differ in modules/reward.py, so rewards and accuracies may not be comparable."]
     assert [field for field, _ in differences(runs[::2])] == ["task.path", "(content of task.path)"]
-    assert notes(runs[::2]) == ["The runs differ in task.path, so rewards and accuracies may not measure the same."]
+    assert notes(runs[::2]) == ["The runs differ in task.path, so rewards and accuracies may not be comparable."]
     for name in "ab":
         (tmp_path / f"{name}.csv").unlink()
     assert "task.path" in notes([read_run(tmp_path / name, name) for name in "ab"])[0], "the contents are unknown"
@@ -146,7 +146,7 @@ def test_overlapping_intervals_and_other_tasks_are_told_and_each_set_is_compared
     other = run_in(tmp_path / "d", reward={"correct": 2.0}, task={"name": "words", "heldout_problems": 7})
     (other / "lineage.json").write_text('{"starts": [0, 2], "changes": {"2": ["trainer.steps: 9 → 100"]}}')
     assert notes([runs[2], read_run(other, "d")]) == [
-        "The runs differ in task.name, reward.correct, so rewards and accuracies may not measure the same.",
+        "The runs differ in task.name, reward.correct, so rewards and accuracies may not be comparable.",
         "The recipe of B changed at version 2: trainer.steps: 9 → 100.",
     ]
 
@@ -345,6 +345,6 @@ def test_every_curve_has_a_title_and_no_two_of_twelve_runs_look_the_same() -> No
     done = subprocess.run(["node", "-e", told], capture_output=True, text=True, timeout=60, check=True)
     charts, found, texts = json.loads(done.stdout)
     assert charts == [*CURVES]
-    assert ["Moving means" in text for text in texts] == [False, False, True], "fewer than 60 points are drawn as they are"
+    assert ["moving means" in text for text in texts] == [False, False, True], "fewer than 60 points are drawn as they are"
     assert len({json.dumps(one) for one in found}) == MOST_RUNS
     assert all(one["color"] != other["color"] and one["dash"] != other["dash"] for one, other in pairwise(found))

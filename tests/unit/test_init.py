@@ -58,7 +58,7 @@ def test_a_template_is_valid_and_passes_its_own_test(pipelinerl: Command, workpl
     assert "pipelinerl run 'tasks/My Task'/recipe.yaml" in printed
     assert len((folder / "README.md").read_text().splitlines()) <= 10
     (tests,) = folder.glob("test_*.py")
-    assert f"; change {tests.name} with " in printed
+    assert f", change {tests.name}, too\n" in printed
     assert "change these tests too" in tests.read_text()
     code, printed, _ = pipelinerl("validate", "tasks/My Task/recipe.yaml")
     assert code == 0
