@@ -186,8 +186,9 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     for parameter in signature.parameters.values():
         what = f"tool {name}: parameter {parameter.name}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            fix = "but a model passes all arguments by name; make it an ordinary parameter"
-            raise UserError(f"{what} cannot be passed by name, {fix}")
+            raise UserError(
+                f"{what} cannot be passed by name; a model passes each argument by its name, so declare it as usual"
+            )
         if parameter.name not in hints:
             bound = f"bind the method in start: self.tools = [self.{name}]" if parameter.name == "self" else ""
             raise UserError(f"{what} has no type hint; {bound or f'write one, such as {parameter.name}: str'}")

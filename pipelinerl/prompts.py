@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _MARK = f"k{secrets.token_hex(12)}q"
 """Mark to insert into spelled control tokens. Nobody can guess it, and JSON and templates leave it unchanged."""
 _PREFIX = 3
-"""Number of first characters of a control token for which a text is searched. Where they occur, the whole token is compared."""
+"""A text is searched for this many first characters of each control token. Where they occur, the whole token is compared."""
 
 
 def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:

@@ -79,6 +79,7 @@ def lengths(run: RunRecords) -> Rows:
     begun = [one for one in samples if number_at(one, "step") in (1, 2, 3) and len(one.get("tokens") or ()) >= 16]
     repeating = _share(begun, 4, lambda one: Counter(one["tokens"]).most_common(1)[0][1] > len(one["tokens"]) / 2)
     entropy = max(run.values("entropy", slice(3)), default=0.0) if temperature <= 1.5 else 0.0
+    uncertain = f"; entropy {entropy:.2g} nats" if entropy else ""
     share = max(run.mean("truncated_fraction"), run.late("truncated_fraction"))
     shortest = min(one.max_tokens for one in run.recipe.mixture.values())
     field, fix = "sampling.max_tokens", f"use {4 * limit} and a model.max_context that fits it, or ask for short answers"
@@ -90,7 +91,7 @@ def lengths(run: RunRecords) -> Rows:
     certain = "use 1" if temperature < 0.9 else "this is not the cause: the model is certain of its answers"
     yield from (
         ("model-broken", True, (repeating >= 0.5 or entropy > 4)
-         and f"{percent(repeating)} of the first completions repeat one token; entropy {entropy:.2g} nats", "model.name",
+         and f"{percent(repeating)} of the first completions repeat one token{uncertain}", "model.name",
          "compare weights, tokenizer and dtype with another copy of the model; generate a text with transformers",
          next(iter(begun), None)),
         ("completions-empty", True, blank >= 0.5 and f"{percent(blank)} of the samples", "model.chat_template",
@@ -122,7 +123,7 @@ def answers(run: RunRecords) -> Rows:
     samples, reward, stop = run.trained_samples, run.first_task.reward, run.recipe.sampling.stop
     absent, missed = run.mean("answers_absent"), run.mean("answers_missed")
     form = r"\boxed{}" if reward.scorer == "math_boxed" else f"reward.answer_pattern = {reward.answer_pattern!r}"
-    field, fix = "task.instruction", f"ask for the form that {form} expects, and check chat template and stop texts"
+    field, fix = "task.instruction", f"ask for answers that fit {form}, and check the chat template"
     if is_missed := missed >= 0.05:
         field, fix = "reward.answer_pattern", f"completions do not have the form of {form}; change it, or ask for that form"
     if stop:
@@ -153,7 +154,8 @@ def answers(run: RunRecords) -> Rows:
          absent >= 0.95 and f"no answer found in {percent(absent)} of the completions{also}", field, fix,
          _last(samples, _written if is_missed else bool)),
         ("answers-misread", not run.has_learned, misread >= 0.2 and f"{percent(misread)} of the samples",
-         "reward.answer_pattern", "does not find the last answer; add the text around it", _last(samples, is_misread)),
+         "reward.answer_pattern", "does not match the last answer; put the words that surround it into the pattern",
+         _last(samples, is_misread)),
         ("right-unrewarded", not (is_own and run.has_signal), (is_unpaid or is_alike)
          and f"{len(paid)} right answers earn {earned:.3g}, {len(others)} others {usual:.3g} on average", "reward.scorer",
          "does not compare answer and reference: try it with pipelinerl validate, and read the sample's reason",
@@ -174,8 +176,8 @@ def rewards(run: RunRecords) -> Rows:
     reward-constant (recipes.md#rewards): Rewards, or the marks of a judge, do not vary within groups: in 75 % of the groups of
         a run that has not learned; grave from 95 %.
     reward-plateau (recipes.md#rewards): The reward has risen and stopped below its maximum: rewards are equal in 75 % of the
-        last groups. The last quarter of steps earns under 90 % of the maximum, and less than 5 % of the maximum more than the
-        quarter before.
+        last groups. The last steps (a quarter of the run, 3 to 20) earn under 90 % of the maximum, and less than 5 % of the
+        maximum more than as many steps before.
     """
     last, reward, size = _last(run.trained_samples), run.first_task.reward, run.recipe.sampling.group_size
     is_stuck, is_judged, best = run.is_stuck, reward.scorer == "judge", reward.correct

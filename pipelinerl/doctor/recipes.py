@@ -177,15 +177,15 @@ def problems(view: SetView) -> Rows:
         the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
     columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of at least 8 prompts show their answer. Grave if a prompt
         equals the answer, or has it after the text that the reward looks for; a warning if a prompt begins or ends with it; a
-        note if a number inside a prompt is the answer. Also grave if prompts are file names, addresses or hashes, or number the
-        rows (from 20); with a system prompt or an instruction, that is a warning. A warning (from 20) if answers number the
-        rows but prompts do not, or if answers are letters but prompts offer no choices.
+        note if a number inside a prompt is the answer. Also grave if prompts are file names, addresses or hashes, or at
+        least 20 are consecutive numbers; with a system prompt or an instruction, that is a warning. A warning if at least 20
+        answers are consecutive numbers but prompts are not, or if 20 answers are letters but prompts offer no choices.
     references-shifted (recipes.md#tasks): Answers belong to the question before or after: in at least 50 rows, prompts share
         more words with a neighbour's answer than with their own, by a tenth of an answer's words and by 5 standard errors.
         Turns of the assistant do not count. The rule is silent if prompts are numbered, or if the row beyond the neighbour has
         more than half of that excess, as in windows of a time series.
-    one-answer (recipes.md#tasks): Problems have the same answer: 95 % of at least 20 references are equal; grave if all are, a
-        note from 80 %.
+    one-answer (recipes.md#tasks): Problems have the same answer: at least 20 references, and 95 % of all, are equal; grave if
+        all are, a note from 80 %.
     references-unmatched (recipes.md#rewards): References do not look like answers of completions: half have 8 or more words, 5
         % are nan, none or null, or 5 % are LaTeX or numbers with a unit, separators or markup, although texts are compared. Or
         5 % earn nothing in trials, written as reward.answer_pattern expects (grave from half). The first 200 are examined.
@@ -244,7 +244,7 @@ def _columns(view: SetView) -> Rows:
     named = [text for text in view.texts if _NAMES.fullmatch(text.strip())]
     letters = [answer for _, answer in rows if re.fullmatch("[A-J]", answer) and not _CHOICE.search(view.told)]
     numbers = _counting(view.references, _NUMBERED)
-    if len(_counting(view.texts)) >= max(8, 0.9 * num):  # if prompts count, too, a program made the rows
+    if len(_counting(view.texts)) >= max(8, 0.9 * num):  # if prompts are consecutive numbers, too, a program made the rows
         numbers = []
     is_grave = not (task.system_prompt or task.instruction)  # else prompts may ask about a name
     away, names = "leave the answer out", "holds only names or numbers; use the column with the text"

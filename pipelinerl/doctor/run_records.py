@@ -124,8 +124,8 @@ class RunRecords:
         return self.recipe.algorithm.advantage == "value" or not self.mean("equal_reward_groups") >= 0.95
 
     def share_of(self, outcome: str, prefixes: tuple[str, ...] = ()) -> tuple[float, str]:
-        """Return the share of ended sequences with an outcome, and its most frequent reason. The divisor is at least the batch
-        size. With `prefixes`, count only reasons that begin with one of them."""
+        """Return which share of the ended sequences has this `outcome`, and the outcome's most frequent reason, or "" without
+        reasons. With `prefixes`, count only reasons that begin with one of them. The divisor is at least the batch size."""
         counts = self.summary.get("sequences") or (self.steps[-1].get("sequences") if self.steps else None) or {}
         known = {name: n for name, n in (self.reasons.get(outcome) or {}).items() if not prefixes or name.startswith(prefixes)}
         num = sum(known.values()) if prefixes or known else counts.get(outcome) or 0

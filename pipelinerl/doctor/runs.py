@@ -80,7 +80,7 @@ def losses(run: RunRecords) -> Rows:
     yield from (
         ("steps-skipped", late >= 0.5,
          skipped and f"{len(skipped)} of {counted(len(steps), 'step')}, the first at step {min(skipped)}",
-         "trainer.learning_rate", "lower it tenfold, and see whether model.dtype overflows"),
+         "trainer.learning_rate", "lower it tenfold; look at loss and grad_norm before the first skipped step"),
         ("dropped-stale", stale >= 0.5,
          lag is not None and stale > (0.02 if run.is_long else 0.5) and f"{percent(stale)} of the sequences",
          "algorithm.max_lag", f"use at least {needed}, or lower actor.count or actor.sequences_in_progress"),
@@ -185,7 +185,7 @@ def policy(run: RunRecords) -> Rows:
         ("heldout-apart", False, is_apart and f"held-out at most {highs[-1]:.2g}, training {right:.2g}",
          "evaluation", "compare held-out with other samples (prompt, reward, length); if alike, stop earlier or add problems"),
         ("heldout-unanswered", False, "no answer came in time" if is_blind
-         else unanswered >= asked / 2 and f"{unanswered} of {asked} answers are missing in an evaluation",
+         else unanswered >= asked / 2 and f"{unanswered} of at most {asked} answers are missing in an evaluation",
          "evaluation.timeout_s", "raise it, or hold out fewer problems"),
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
 
-A recipe does not say where it runs. Addresses, ports and folders are settings of the services, so the same file trains on a
-laptop and on a cluster. The functions at the top look up fields for error messages, overrides and documents.
+A recipe does not say where it runs. Addresses, ports and folders of its own services are settings, so the same file trains on
+a laptop and on a cluster. A recipe names only what the run takes from outside: model, data, judge and stores. The functions at
+the top look up fields for error messages, overrides and documents.
 """
 
 from __future__ import annotations
@@ -344,8 +345,10 @@ class JudgeConfig(Section):
     pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")]
     r"""Regular expression, such as `Score: (\d+(?:\.\d+)?)`. Group 1 of its last match in the judge's reply is the number."""
     full_marks: float = Field(1.0, gt=0, description="Number that the judge gives a fully right answer, on a scale from 0.")
-    concurrency: int = Field(16, ge=1, le=1024, description="Maximum number of simultaneous calls of each verifier.")
-    requests_per_minute: float = Field(0.0, ge=0, description="Maximum calls by each verifier; retries count. 0 = no limit.")
+    concurrency: int = Field(16, ge=1, le=1024, description="Maximum simultaneous calls by each verifier for a task.")
+    requests_per_minute: float = Field(
+        0.0, ge=0, description="Maximum calls by each verifier for a task, with retries. 0 = no limit."
+    )
     timeout_s: float = Field(60.0, gt=0, le=3600, description="Time limit of one judgement, retries included.")
     api_key_env: str = Field("", description="Environment variable in which the verifier finds the API key; empty = none.")
 
@@ -464,7 +467,9 @@ class ActorConfig(Section):
     """In conventional mode, let the actor and the trainer take turns on one GPU: vLLM sleeps while the trainer computes. This
     needs a local run with one actor and one rank."""
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
-    publish_buffer: Changeable[int] = Field(1024, ge=1, description="Maximum finished sequences waiting for verifier or NATS.")
+    publish_buffer: Changeable[int] = Field(1024, ge=1)
+    """Maximum finished sequences that each actor queues for the verifier and NATS. Up to 4 × `verify_batch` more are on
+    their way."""
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -737,7 +742,7 @@ class Recipe(Section):
 
     @property
     def samples_in_progress(self) -> int:
-        """Maximum number of unfinished samples on an actor, over all tasks."""
+        """Number of unfinished samples that an actor may have: the largest of its tasks' limits."""
         return max(self.actor.samples_in_progress(share.task) for share in self.mixture.values())
 
     @property

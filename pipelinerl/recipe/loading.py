@@ -94,8 +94,11 @@ def parse_yaml(text: str, source: str) -> Any:
         problem = error.problem or error.context or "not YAML"
         raise YamlError(source, mark.line + 1 if mark else 0, problem) from error
     except yaml.reader.ReaderError as error:
-        raise YamlError(source, 0, f"not a text file: {error.reason} at position {error.position}") from error
-    except (ValueError, RecursionError) as error:  # PyYAML makes a date of 2026-13-01, which fails.
+        problem = f"contains a character that YAML does not allow: {error.reason} at position {error.position}"
+        raise YamlError(source, 0, problem) from error
+    except RecursionError as error:
+        raise YamlError(source, 0, "is nested too deeply; use fewer levels of brackets or indentation") from error
+    except ValueError as error:  # PyYAML makes a date of 2026-13-01, which fails.
         raise YamlError(source, 0, f"a value is invalid: {error}; put texts such as dates in quotes") from error
 
 

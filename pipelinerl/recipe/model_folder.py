@@ -176,7 +176,8 @@ def elements_in(path: Path) -> int:
 
 
 def known_parameters(model: ModelConfig) -> int:
-    """Return the model's number of parameters without the network; 0 if unknown. Raises `FieldError` if a file is damaged."""
+    """Return the model's number of parameters as far as files on this machine tell it; 0 if unknown. Raises `FieldError` if one
+    of them is damaged."""
     if (folder := model_folder(model)) is None:
         return _SMOLLM2_PARAMETERS if model.source == "smollm2" else 0
     return parameters_in(folder)

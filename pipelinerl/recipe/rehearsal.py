@@ -148,7 +148,7 @@ def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
 
 
 def reads(share: ProblemSet, *answers: str) -> bool:
-    """Return whether `answer_pattern` finds any of the answers in one of that answer's `answer_forms`."""
+    """Return whether `answer_pattern` reads at least one of the answers back from a text of its `answer_forms`."""
     forms = ((re.finditer(share.reward.answer_pattern, text), one) for one in answers for text, _ in answer_forms(share, one))
     return any(last and (last[0][1] or "").strip() == one for found, one in forms for last in [[*found][-1:]])
 
@@ -265,7 +265,8 @@ def misread(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldE
         elif call.status == "bad_reference":
             told = f"cannot be scored ({call.message})"
         elif call.reward < share.reward.correct:
-            told = f"{earned}; give only the answer, or put it after #### or into \\boxed{{}}, or change reward.answer_pattern"
+            fix = "make the reference the bare answer, or put it after #### or into \\boxed{}, or change reward.answer_pattern"
+            told = f"{earned}; {fix}"
         elif len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", call.answer)) > 12:
             fix = "remove this problem, or set task.answer_field"
             told = f"is prose, which no policy would repeat ({call.answer!r:.80}); {fix}"

@@ -1,4 +1,6 @@
-"""Rules between the fields of a recipe. `fields` has the rules of single fields, and `preflight` checks the machine."""
+"""Rules between the fields of a recipe, and of its URLs and commands. `fields` has the other rules of single fields, and
+`preflight` checks the machine.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Pure arithmetic of asynchronous reinforcement learning, without torch, clock, socket, environment or logger."""
+"""Calculations and bookkeeping of asynchronous reinforcement learning, without torch, clock, socket or logger."""

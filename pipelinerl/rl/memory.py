@@ -260,7 +260,8 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
     ranks = ranks_of_a_copy(recipe, model, memory_gib)
     state_gib, (snapshots, copies) = state_bytes(recipe, model) / GIB / ranks, snapshot_gib(recipe, model, memory_gib)
     kept = f" and the trainer keeps {shared_gib(recipe, model)[1]:.1f}" if recipe.actor.colocate else ""
-    on_host = f"; each actor also needs {model.weights_bytes / GIB:.1f} GiB of host memory" if loads_paused(recipe) else ""
+    received_gib = model.parameters * wire_bytes(recipe, model) / GIB
+    on_host = f"; if that does not fit, each actor needs {received_gib:.1f} GiB of host memory" if loads_paused(recipe) else ""
     on_device = f"; {snapshots:.1f} GiB for snapshots" if snapshots else ""
     beside = f", and {copies:.1f} GiB of host memory for copies of the weights" if copies else ""
     if recipe.actor.colocate:

@@ -43,7 +43,7 @@ IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768,
 FASTEST_STEP_S = 2e-3
 """Shortest decode step that a data sheet predicts well. Engines add milliseconds to each step."""
 _MOST_SPLITS = 4096
-"""Approximate maximum number of actor counts that are tried for each H."""
+"""For each H, fewer than twice as many numbers of actors are tried."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
 """Maximum numbers of version spans and sequences in a simulation. Only a part of a larger system is simulated."""
 

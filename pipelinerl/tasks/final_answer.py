@@ -13,6 +13,7 @@ _BOX = re.compile(r"\\f?boxed\s*(?:(\{)|(-?(?:\d[\d.,/]*\d|\d|[A-Za-z]))(?![\w{]
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _LAST_BOXES = 16
 _PAIR = re.compile(r"(\(|\[|\\frac\{|)([^,(){}\[\]:/]+)(, ?|\}\{|:|/)([^,(){}\[\]:/]+)(\)|\]|\}|)")
+"""Two parts that a near miss exchanges, such as (1, 2), \\frac{1}{2}, 1:2 or 1/2. `near_misses` checks the brackets."""
 _UNIT = re.compile(
     r"(?<=[\d}])\s*(?:\\(?:text|mathrm)\s*\{[^{}]*\}(?:\s*/\s*\\mathrm\s*\{[^{}]*\})?|[A-Za-z]{2,}|\\?%|\^\{?\\circ\}?)[A-Za-z\s^\d]*$|_\{?\d+\}?$|^[A-Za-z]\s*="
 )

@@ -322,7 +322,7 @@ def _commit(config: TaskConfig) -> str | None:
     """Return the commit of `task.revision`; None if the hub cannot be reached. Raises `FieldError` if the hub refuses access,
     or does not have the data set or the revision."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         return HfApi().dataset_info(config.path, revision=config.revision or None, timeout=10).sha
@@ -333,7 +333,9 @@ def _commit(config: TaskConfig) -> str | None:
     except RepositoryNotFoundError as error:
         fix = "the hub has no such data set, or hides it from this token (HF_TOKEN)"
         raise FieldError("task.path", config.path, fix) from error
-    except Exception:  # noqa: BLE001 - the client's errors have no common base, and all others mean that there was no answer
+    except HFValidationError as error:
+        raise FieldError("task.path", config.path, f"is not the id of a data set, such as openai/gsm8k: {error}") from error
+    except Exception:  # noqa: BLE001 - the client's errors have no common base; all others count as "the hub does not answer"
         return None
 
 

@@ -44,7 +44,7 @@ class Split(StrEnum):
 @dataclass(frozen=True)
 class Problem:
     question: str
-    """The prompt; if the prompt is a list of messages, their JSON."""
+    """The prompt as text; JSON of a list of messages, or of an environment's or agent's row; a name if drawn from a seed."""
     reference: Mapping[str, Any] = field(default_factory=dict)
     """JSON values: `answer`; `row`, if the row has other fields that matter; for reasoning-gym also `dataset` and `entry`."""
     messages: tuple[Mapping[str, Any], ...] = ()

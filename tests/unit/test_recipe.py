@@ -78,7 +78,7 @@ def test_scientific_notation_is_a_number_and_text_stays_text() -> None:
         ("a: {b: 1\n", 2, "expected ',' or '}'"),
         ("a: 1\n\tb: 2\n", 2, "cannot start any token"),
         ("a: !!python/object:os.system 1\n", 1, "could not determine a constructor"),
-        ("a: \x00\n", 0, "not a text file"),
+        ("a: \x00\n", 0, "contains a character that YAML does not allow"),
         ("a: 2026-13-01\n", 0, "a value is invalid: month must be in 1..12"),
     ],
 )
