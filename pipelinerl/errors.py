@@ -1,4 +1,4 @@
-"""The errors that this project raises on purpose, in one class hierarchy.
+"""Base classes of the errors that reach users or other services. Modules add their own subclasses.
 
 A user's mistake is a `UserError`, whose text names the fix. The other errors report failures, such as an unreachable service.
 The command line prints the text of either kind without a traceback.

@@ -110,8 +110,8 @@ class SetView(Settings):
 
     @property
     def indifference(self) -> str:
-        """Evidence that the user's function paid wrong answers in trial calls: all about as much as right ones, or numbers that
-        contain the right one. Empty if there is none."""
+        """Evidence from trial calls that the user's function rewards wrong answers: they earn about as much as right ones on
+        average, or each number that contains the right one earns as much as it. Empty if there is none."""
         rewards, empty = ([one.reward for one in self.calls if any_ or not one.completion] for any_ in (True, False))
         right = [one.reward for one in self.calls if one.completion and not one.near_miss]
         wrong = [one.reward for one in self.calls if one.near_miss and self.share.reward.is_function]

@@ -82,7 +82,7 @@ class ServiceProcess:
 
     @classmethod
     async def start(cls, launch: Launch) -> ServiceProcess:
-        """Start the process with its output appended to the log. Raises `ServiceError` if it cannot be executed."""
+        """Start the process with its output appended to the log. Raises `ServiceError` if no process can be started."""
         launch.address_file.unlink(missing_ok=True)
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         with launch.log.open("ab") as log:

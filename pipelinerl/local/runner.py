@@ -354,7 +354,7 @@ class LocalRun:
     # Restarts.
 
     async def _start(self, service: Service) -> ServiceProcess:
-        """Start a service. Raises `ServiceError` if its command cannot be executed."""
+        """Start a service. Raises `ServiceError` if no process can be started."""
         if service_of(service.name) in ("actor", TRAINER):
             await self._restore_cache()
         process = self._processes[service.name] = service.process = await ServiceProcess.start(service.prepare())
@@ -455,7 +455,7 @@ class LocalRun:
 
     async def _scale(self, count: int) -> None:
         """Remove all actors that were given up, and then start or stop actors until there are `count`. Those with the highest
-        numbers are stopped. New actors get the lowest free numbers. Raises `ServiceError` if an actor cannot be executed."""
+        numbers are stopped. New actors get the lowest free numbers. Raises `ServiceError` if a process cannot be started."""
         if count == 0:
             command = f"pipelinerl scale actors N --run-dir {shlex.quote(str(self.run_dir.path))}"
             self._note(f"the number of actors is 0: nothing is generated until you run `{command}`")

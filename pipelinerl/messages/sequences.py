@@ -373,7 +373,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
 
 
 def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
-    """Raise `MessageError` unless the group belongs to `expected_run` (empty = any) and an actor can generate it."""
+    """Raise `MessageError` unless the group belongs to `expected_run` (empty = any) and its fields are valid."""
     _check_names(group, expected_run, _GROUP)
     check_token_ids(group.prompt_token_ids, _GROUP, "prompt_token_ids")
     if not len(group.prompt_token_ids) and not group.episodic:

@@ -536,8 +536,8 @@ class AlgorithmConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (arXiv 2106.09685). Only A and B are trained, and the policy's weights are W + scaling · B·A. There is
-    no dropout, because actors sample without it."""
+    """Low-rank adapters (arXiv 2106.09685). Of the policy, only A and B are trained, and its weights are W + scaling · B·A.
+    There is no dropout, because actors sample without it."""
 
     rank: int = Field(16, ge=1, le=4096, description="r: width of A and B.")
     alpha: float = Field(32.0, gt=0, description="scaling = alpha / rank.")

@@ -86,7 +86,7 @@ class HeldGroups(dict[str, HeldGroup]):
         self[group.group_id].partials[sample.sample_index] = sample
 
     async def published(self, group: PromptGroup, sample_index: int) -> None:
-        """Mark a sample as stored or given back, and acknowledge the messages that were waiting only for this sample."""
+        """Mark a sample as stored in SEQUENCES or handed back to PROMPTS, and acknowledge messages that waited only for it."""
         if held := self.get(group.group_id):
             held.partials.pop(sample_index, None)
             for message in held.messages.values():

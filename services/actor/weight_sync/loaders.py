@@ -184,8 +184,8 @@ def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
 
 
 _KERNEL = ("moe_kernel", "moe_quant_config")
-"""Attributes that post-processing sets on the method of an expert layer. While a kernel is set, vLLM on CPU does not convert
-new weights to the kernel's layout."""
+"""Attributes that post-processing sets on an expert layer's `quant_method`. They are set to None before a load, because vLLM on
+CPU converts new weights to the kernel's layout only if no kernel is set."""
 
 
 class ShadowLoader:

@@ -109,7 +109,8 @@ class Receiver:
         wait([self._loading], ENDING_S)
 
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
-        """Yield all parameters in the manifest's order. Raises TransferError; the group is then unusable."""
+        """Yield all parameters in the manifest's order. If the group breaks after a chunk was checked, wait for another
+        group, which sends the rest, or for `drop`. Otherwise raise `TransferError`; the group is then unusable."""
         unpacker = Unpacker(self.manifest, self._new_memory)
         while True:
             try:

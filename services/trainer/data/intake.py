@@ -160,7 +160,8 @@ class Intake:
         self._tracker.end_step(version)
 
     def held(self) -> HeldSequences:
-        """Return the sequences without an outcome. Call this between two steps, after the last batch is closed."""
+        """Return the sequences that have arrived but have no outcome yet. Call this between two steps, after the last batch is
+        closed."""
         is_open = self._tracker.ledger.is_open
         handed_out = [group for group in self._handed_out if is_open(group.sequences[0].sequence_id)]
         return HeldSequences((*handed_out, *self._phase), tuple(self.ready), self._tracker.held())

@@ -163,13 +163,13 @@ EQUAL = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class TokenStatistics:
-    """Statistics of one rank's sampled tokens, in B lag buckets. On rank 0, `token_figures` combines those of all ranks."""
+    """Statistics of one rank's sampled tokens. On rank 0, `token_figures` combines those of all ranks."""
 
     by_lag: NDArray[np.int64]
     """[largest lag + 1]: number of tokens of each lag."""
     by_bucket: NDArray[np.float64]
-    """[B, 9]: the four `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, which may not be finite.
-    k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π)."""
+    """[lag buckets, 9]: the four `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, which may not be
+    finite. k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π)."""
     moments: NDArray[np.float64]
     """[2, 3]: number, sum and sum of squares of returns, and of returns − baseline; all 0 without a learned baseline."""
     actors: NDArray[np.int64]
