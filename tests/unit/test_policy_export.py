@@ -139,7 +139,7 @@ def test_actors_are_sent_what_files_hold(family: str, converted: int, tmp_path: 
     unpacker = Unpacker(sender.manifest, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
     sent: dict[str, torch.Tensor] = {}
     for chunk in sender.manifest.chunks:
-        unpacker.room(chunk).copy_(chunk_of(snapshot.stream, chunk))
+        unpacker.memory_for(chunk).copy_(chunk_of(snapshot.stream, chunk))
         sent |= unpacker.add(chunk)
     files = load_file(tmp_path / "model" / "model.safetensors")
     assert sent.keys() == files.keys()

@@ -423,7 +423,7 @@ def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str,
     assert torch.equal(snapshot.stream, later.stream), "rounded before or after they are gathered"
     unpacker, sent = Unpacker(sender.manifest, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)), {}
     for chunk in sender.manifest.chunks:
-        unpacker.room(chunk).copy_(chunk_of(snapshot.stream, chunk))
+        unpacker.memory_for(chunk).copy_(chunk_of(snapshot.stream, chunk))
         sent |= {name: tensor.float().flatten().tolist() for name, tensor in unpacker.add(chunk)}
     rounded = {name: master.bfloat16().float().flatten().tolist() for name, master in masters}
     return sent, rounded, gathered.num_bytes, in_float32.num_bytes
