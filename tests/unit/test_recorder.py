@@ -130,7 +130,7 @@ def test_a_clip_range_that_cuts_too_many_tokens_is_warned_of_once(tmp_path: Path
             told = [desk.step(clip_fraction=share)["clip_range_cut"] for share in shares]
             assert told == [None] * 9 + ([pytest.approx(0.28)] * 3 if cut else [None] * 3)
     (warning,) = (record.message for record in caplog.records)
-    assert warning.startswith("algorithm.clip_low = 0.0003: together with algorithm.clip_high (0.0004) it cuts 28% of the")
+    assert warning.startswith("algorithm.clip_low = 0.0003: together with algorithm.clip_high (0.0004) it clips 28% of the")
     assert "widen algorithm.clip_low and algorithm.clip_high, or lower algorithm.max_lag" in warning
 
 
