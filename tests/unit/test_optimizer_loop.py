@@ -308,9 +308,9 @@ async def test_a_checkpoint_that_cannot_be_written_ends_no_run(tmp_path: Path, c
         (tmp_path / "checkpoints").write_text("in the way")
         await one.loop.run()
         assert one.loop.version == 4
-        assert "checkpoint of version 1 could not be written" in caplog.text
         with pytest.raises(ServiceError, match="checkpoint of version 4 could not be written"):
             await one.loop.checkpoints.write(last=True)
+        assert "checkpoint of version 1 could not be written" in caplog.text  # it may still have been written until now
 
 
 async def test_requests_that_were_not_begun_are_refused_at_the_end(tmp_path: Path) -> None:

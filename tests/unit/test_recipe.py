@@ -633,7 +633,7 @@ def test_references_of_mathematics_and_their_near_misses_are_tried(tmp_path: Pat
             "the reference answer of line 4 cannot be scored", "the reference answer of line 6 is prose",
             "the wrong answer '2' to the problem of line 5 earns 1",
         ]  # fmt: skip
-    assert "the reference answer of line 1 earns 0 as '2\\\\sqrt{3}'; give only" in "".join(doubts_by_set[2])
+    assert "the reference answer of line 1 earns 0 as '2\\\\sqrt{3}'; make the reference the bare" in "".join(doubts_by_set[2])
 
 
 def test_a_pattern_that_takes_forever_costs_its_timeout(rehearsed: Callable[..., Examination]) -> None:
