@@ -2,7 +2,7 @@
 
 `KubeClient` has the rights of a pod's ServiceAccount, `PersonClient` those of a person's kubeconfig. The chart's Role grants
 exactly `TRAINER` and one of `COMPLETION`. The library reads the pod's token again every minute, and this client also does so
-if the API refuses the token. Other failed calls are repeated only with `insists`, because callers know how urgent a call is.
+if the API refuses the token. Other failed calls are repeated only if the client was opened with `insists`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ LIST_ACCOUNTS = Permission("serviceaccounts", "list", method="list_namespaced_se
 GET_SECRET = Permission("secrets", "get", method="read_namespaced_secret")
 EXECUTE = Permission("pods/exec", "get, create", method="connect_get_namespaced_pod_exec")
 FORWARD = Permission("pods/portforward", "get, create", method="connect_get_namespaced_pod_portforward")
-"""From Kubernetes 1.35 on, a websocket needs both verbs."""
+"""`EXECUTE` and `FORWARD` open a websocket, for which Kubernetes 1.35 and newer need both verbs."""
 _GROUPS = {"": "CoreV1Api", "apps": "AppsV1Api", "batch": "BatchV1Api", ASK_RIGHTS.group: "AuthorizationV1Api"}
 _CHUNK_BYTES = 64 * 1024
 _MOST_ERROR_BYTES = 2000
@@ -100,7 +100,7 @@ def name_of(item: Object) -> str:
 
 
 REQUEST_S, PERSON_S = 5.0, 30.0
-"""Time limits of a call by a pod and by a person. A dead websocket is noticed after one and a half times the latter."""
+"""Time limits of a call by a pod and by a person. A dead websocket is noticed after 1.5 · `PERSON_S`."""
 WATCH_S = 60
 """Seconds after which the server ends a watch. The pods are then listed again, which also finds what a broken watch missed."""
 DETAIL_CHARACTERS = 300

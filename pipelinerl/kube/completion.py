@@ -5,8 +5,8 @@ progress. At the end, unless all pods are kept, the actors are scaled to zero fi
 the number of actors, so that the run can continue. Scaling through the subresource leaves no field manager, so a later upgrade
 has no conflict.
 
-A trainer that restarts in the middle does everything again. Calls are repeated until the API accepts them, except that progress
-is tried once and a failure for `FAILURE_TOLD_WITHIN_S`.
+A trainer that restarts in the middle does everything again. Calls are repeated until the API accepts them. There are two
+exceptions: progress during the run is sent only once, and a failure is repeated for at most `FAILURE_TOLD_WITHIN_S`.
 """
 
 from __future__ import annotations

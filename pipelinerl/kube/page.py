@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--host", default="0.0.0.0", help="interface to listen on")
     parser.add_argument("--trainer", required=True, metavar="HOST:PORT", help="the trainer's HTTP server")
     parser.add_argument("--report", required=True, type=Path, metavar="FILE", help="report.html.gz; the file may appear later")
-    parser.add_argument("--names", default="localhost", help="host names that browsers use for it, separated by commas")
+    parser.add_argument("--names", default="localhost", help="host names by which browsers open the page, separated by commas")
     args = parser.parse_args()
 
     async def serve() -> None:

@@ -41,8 +41,10 @@ SUBMITTED = "pipelinerl/submitted"
 """Label of objects that this command has installed and may remove. Its value identifies the installation."""
 STATE = "-run"
 """Suffix of the name of a ConfigMap with the state of a run. The part before it begins the names of the release's objects."""
-_LOOK_S, _LAST_STEPS_S, _GIVE_UP_S = 2.0, 5.0, 600.0
-"""Seconds between two looks (or tries to fetch), to wait for the last metrics, and until a stuck fetch is given up."""
+_LOOK_S = 2.0
+"""Seconds between two looks at the release, and between two attempts to fetch files."""
+_LAST_STEPS_S, _GIVE_UP_S = 5.0, 600.0
+"""Maximum seconds to wait for the last metrics, and seconds without progress after which a fetch is given up."""
 _GRPC_PORT = 50051
 
 
@@ -291,13 +293,15 @@ _FOLDER = "/var/lib/pipelinerl/runs"  # on the trainer's volume
 _NEEDED = {"recipe.yaml", "metrics.jsonl", "checkpoint"}
 _MARK = ".submitted"
 """File in the fetched folder that names the installation from which its files come."""
-_SHOWN_BYTES = 16 * 2**20  # after which the progress is shown again
+_SHOWN_BYTES = 16 * 2**20
+"""Number of fetched bytes between two lines that show the progress."""
 
 
 async def fetch(release: Release, seen: Look, folder: Path) -> Path:
     """Fetch the run's files into `folder`, write the report there, and return its path. A file that an earlier try fetched in
-    part is continued. Raises `ServiceError` if a file is wrong or has no room, or if nothing arrives for `_GIVE_UP_S`. Raises
-    `KubeError` if a right is missing or the pod is gone, and `FieldError` if the folder has other files."""
+    part is continued. Raises `ServiceError` if a file is lacking or has a wrong size, if the disk is too small, or if nothing
+    arrives for `_GIVE_UP_S`. Raises `KubeError` if a right is missing or the pod is gone, and `FieldError` if the folder has
+    other files."""
     before, since_s = -1, 0.0
     while True:
         try:

@@ -32,7 +32,7 @@ def read_settings(kind: type[Settings]) -> Settings:
 
 
 class StreamsSettings(BaseSettings):
-    """How to reach a run's streams. Commands use these defaults; in a pod of the run, its service's variables apply."""
+    """Access to a run's streams for a command that names neither server nor folder. The pods of a run set these variables."""
 
     model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
 
@@ -80,7 +80,7 @@ class ActorSettings(PolicySettings):
     pod_uid: str = Field("", description="uid of this pod; empty = not on Kubernetes, or not reported.")
     trainer: str = Field("", description="host:port of the trainer, which sends the initial policy if the run built one.")
     reachable: bool = True
-    """Whether the trainer can call this actor. If not, it gets no evaluation requests and no parity probes."""
+    """True if the trainer can call this actor. Otherwise, the actor gets no evaluation requests and no parity probes."""
     episode_host: str = "127.0.0.1"
     """Interface on which environments and agents request turns, if the recipe has any."""
     episode_port: int = Field(0, ge=0, le=65535, description="Port for these requests; 0 = any free one.")
@@ -95,8 +95,8 @@ class TrainerSettings(PolicySettings):
     linger: bool = False
     """Stay up after the run's end until a signal, because a StatefulSet restarts a process that exits."""
     on_completion: Literal["keep", "release", "exit"] = "keep"
-    """What a finished run keeps on Kubernetes. keep: all its pods. release: no actors and no trainer, but a Secret with the
-    report. exit: no actors and no trainer."""
+    """Pods that a finished run keeps on Kubernetes. `keep`: all. `release`: no actors and no trainer, but the report in a
+    Secret. `exit`: no actors and no trainer."""
     release: str = Field("", description="Prefix of the names of this release's objects; empty = without the Kubernetes API.")
     page: bool = False
     """Serve the live page at http_port. Anyone who can reach it can read prompts and completions."""

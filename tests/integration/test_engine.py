@@ -87,12 +87,12 @@ async def check_generation(run: Running, steps: list[tuple[float | None, float]]
     assert config.cache_config.kv_cache_memory_bytes == int(0.1 * 2**30)  # the recipe's size, not whole GiB
     is_as_on_gpu = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # make test-runner-v2
     assert (config.use_v2_model_runner, config.scheduler_config.async_scheduling) == (is_as_on_gpu, is_as_on_gpu)
-    request = GenerationRequest("r", np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=4))
+    request = GenerationRequest("r", np.array([5, 6, 7], np.int32), SamplingParams(max_tokens=4), seed=3)  # as in `check_stops`
     generation = await run.engine.generate(request)
-    assert 1 <= len(generation.completion_token_ids) <= 4
+    assert len(generation.completion_token_ids) == 4
     await run.engine.check_health()
     assert steps[0][0] is None  # nothing came before it
-    assert all(decode_s is not None and decode_s > 0 for decode_s, _ in steps[1 : len(generation.completion_token_ids)])
+    assert all(decode_s is not None and decode_s > 0 for decode_s, _ in steps[1:4])
     assert all(0 <= kv_cache <= 1 for _, kv_cache in steps)
 
 

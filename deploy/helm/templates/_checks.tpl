@@ -40,7 +40,7 @@
 {{- if not $v.trainer.enabled -}}{{- include "pipelinerl.checks.actorsOnly" . -}}{{- end -}}
 {{- $episodic := and $v.verifier.autoscaling.enabled (ne $v.verifier.autoscaling.kind "cpu") -}}
 {{- $scaler := or (and $v.actor.autoscaling.enabled "actor") (and $episodic "verifier") -}}
-{{- $own := " (also if a policy of your own already allows this)" -}}
+{{- $own := " (needed even if a NetworkPolicy of yours allows this)" -}}
 {{- include "pipelinerl.refuse" (list
   (list (dig "actor" "colocate" false (include "pipelinerl.recipe" . | fromYaml))
     "recipe.set.actor.colocate: true is for a trainer and an actor on one GPU of one machine (pipelinerl run); set it to false")

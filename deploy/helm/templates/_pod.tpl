@@ -85,7 +85,7 @@ annotations:
 {{- end -}}
 
 {{/* dict root, component: labels and annotations that put its pods into Kueue's group. The last annotation lets Kueue hold pods of a
-     Deployment or StatefulSet; without the one before, it would give away the place of a pod that ends. */}}
+     Deployment or StatefulSet. Without the last but one, Kueue would give away the place of a pod that ends. */}}
 {{- define "pipelinerl.podGroup" -}}
 {{- with .root.Values.kueue.queue -}}
 {{- if has $.component (list "actor" "trainer") -}}

@@ -25,6 +25,8 @@ _MADE = ("builtins.complex", "builtins.range", "fractions.Fraction", "decimal.De
 _PRELUDE = "typing, collections, itertools, functools, heapq, bisect, math, string, re, random, copy, json"
 """Modules that a program may use without importing them, as on LeetCode."""
 _LARGE = 1 << 63
+_ADDRESSES = ("__array_interface__", "__array_struct__")
+"""Attributes by which NumPy gets an address. It would read this process's memory there, at the program's choice."""
 
 
 def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
@@ -187,8 +189,8 @@ def _forwarded(operation: str, *, among_remotes: bool) -> Callable[..., Any]:
     def forwarded(self: Remote, /, *arguments: Any, **keywords: Any) -> Any:
         if among_remotes and not isinstance(arguments[0], Remote):
             return NotImplemented if operation != "__instancecheck__" else False
-        if operation == "__getattr__" and arguments[0].startswith("__array"):
-            raise AttributeError(arguments[0])  # NumPy would read this process's memory at an address that the program names
+        if operation == "__getattr__" and arguments[0] in _ADDRESSES:
+            raise AttributeError(arguments[0])
         return self._line[0].ask(operation, self, *arguments, **keywords)
 
     return forwarded
