@@ -209,11 +209,12 @@ async def test_the_number_over_full_marks_is_the_score_and_what_earns_nothing_an
 
 
 async def test_a_pattern_that_cuts_the_judges_number_is_told() -> None:
-    with endpoint("SCORE: 0.9", "SCORE: 7/10, the last of [1,2]. ") as server:
+    with endpoint("SCORE: 0.9", "SCORE: 7,5", "SCORE: 7/10, the last of [1,2]. ") as server:
         config = reward(server.url, pattern=r"SCORE: (\d+)")
-        cut, whole = [(await scored(config, item(completion)))[0] for completion in "ab"]
-    assert (cut.status, whole.reward) == (VERIFY_STATUS_BAD_REWARD, pytest.approx(0.7))
-    assert cut.message.startswith("reward.judge.pattern takes only '0' of '0.9'; let its group match the whole number")
+        *cut, whole = [(await scored(config, item(completion)))[0] for completion in "abc"]
+    assert ([one.status for one in cut], whole.reward) == ([VERIFY_STATUS_BAD_REWARD] * 2, pytest.approx(0.7))
+    assert cut[0].message.startswith("reward.judge.pattern takes only '0' of '0.9'; let its group match the whole number")
+    assert cut[1].message.startswith("reward.judge.pattern takes only '7' of '7,5'; ")
 
 
 async def test_more_items_than_may_wait_are_refused_and_what_was_asked_is_known_when_they_come_again() -> None:

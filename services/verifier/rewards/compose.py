@@ -457,9 +457,10 @@ def judge_scorer(config: JudgeConfig) -> Scorer:
         if not 0 <= value <= 1:
             fault = f"reward.judge.pattern finds no number from 0 to {config.full_marks:g}"
             raise BadReward(f"{fault} in the judge's answer: {item.judgement[-200:]!r}")
-        if cut := re.match(r"(?!\.0+(?!\d))\.?\d+", item.judgement[found[-1].end(1) :]):
+        if cut := re.match(r"(?!\.0+(?!\d))[.,]?\d+", item.judgement[found[-1].end(1) :]):
             fault = f"reward.judge.pattern takes only {found[-1][1]!r} of {found[-1][1] + cut[0]!r}"
-            raise BadReward(rf"{fault}; let its group match the whole number, such as (\d+(?:\.\d+)?)")
+            fix = r"let its group match the whole number, such as (\d+(?:\.\d+)?), and ask for a number without commas"
+            raise BadReward(f"{fault}; {fix}")
         return Score(value, f"the judge says: {item.judgement[-400:].strip()}")
 
     return score
