@@ -47,7 +47,7 @@ def prctl(option: int, value: int) -> None:
 
 def go_below_another() -> None:
     """Fork, and return only in the child, which gets its own process group. The parent watches it. A later `confine` adds a
-    second watching process. If either is killed, the other ends all remaining processes."""
+    second watcher. If one of the two watchers is killed, the other ends all remaining processes."""
     if child := os.fork():
         keep_in_bounds(child)
     os.setpgid(0, 0)  # because the verifier kills the group of a dead worker
@@ -169,8 +169,8 @@ def children(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to the process, its descendants and its process group, without reaping them. First stop all with SIGSTOP, so
-    that none can start another process."""
+    """Send SIGKILL to the process, its descendants and its process group, without reaping them. First stop it and its
+    descendants with SIGSTOP, so that they cannot start others."""
     stopped: set[int] = set()
     while found := {pid, *descendants(pid)} - stopped:
         for process in found:

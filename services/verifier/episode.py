@@ -1,7 +1,7 @@
 """Run one episode: an environment, tools or an agent requests the policy's turns from the actor.
 
 An error in users' code becomes the result's status. If the actor refuses a turn with one of `POLICY_FAULTS`, the episode earns
-0. The verifier enforces deadlines (`episode_pool`).
+0. The verifier's main process enforces deadlines (`episode_pool`).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class EpisodeLost(PipelineRLError):
 
 @dataclass(eq=False)
 class Template:
-    """The process that forks episodes, and the socket to it. `ended` maps episodes to futures of exit codes; None = lost."""
+    """The process that forks episodes, and its socket. `ended`: the coming exit code of each episode, None = lost."""
 
     process: WorkerProcess
     orders: socket.socket
@@ -128,8 +128,8 @@ class EpisodePool:
             template = await start_again(lambda: start_template(self._recipe), "start the process that forks episodes")
 
     async def run(self, request: EpisodeRequest) -> VerifyResult | VerifyItem:
-        """Run an episode, and return its result or the item to judge once all its processes have ended. Cancelling the call
-        kills these processes. Raises `QueueFull` if too many episodes run, and `EpisodeLost` if another call may succeed."""
+        """Run an episode. When all its processes are gone, return its result or the item to judge. Cancelling the call kills
+        them. Raises `QueueFull` if too many episodes run, and `EpisodeLost` if another call may succeed."""
         template = self._template
         if template is None:
             raise EpisodeLost("the process that forks episodes is being started")
@@ -173,7 +173,7 @@ class EpisodePool:
     ) -> VerifyResult | VerifyItem:
         """Wait for the episode's result. Raises `TimeoutError`, `WorkerGone` or `EpisodeLost`."""
         task, judge = self._tasks[request.task].task, self._tasks[request.task].reward.judge
-        works = task.source in ("environment", "tools")  # other sources do not say when they work
+        works = task.source in ("environment", "tools")  # agents and the package `verifiers` do not report it
         began_s = time.monotonic()
         while True:
             left_s = began_s + task.episode_timeout_s - time.monotonic()

@@ -3,10 +3,10 @@
 This process, the template, imports the user's code once, so a fork takes only milliseconds and little memory. Over one socket
 it takes the verifier's orders and reports the ends of episodes.
 
-An order to begin carries a socket for the new episode. Over this socket, the verifier sends the request. The episode sends a
-byte whenever it starts or stops waiting for the policy. At the end it sends its result or, if there is a judge, its answer.
-Frames are those of `multiprocessing.connection`. An episode's process has its own session and limits of address space and CPU
-time, and dies with the template. When it ends, all processes that it started are killed.
+An order to begin carries a socket for the new episode. Over this socket, the verifier sends the request, and the episode its
+result or, for a judge, its answer. If it has an environment or tools, it also sends a byte whenever it starts or stops waiting
+for the policy. Frames are those of `multiprocessing.connection`. An episode's process has its own session and limits of address
+space and CPU time, and dies with the template. When it ends, all processes that it started are killed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Template:
 
     def serve(self) -> int:
         """Perform orders until the verifier closes its end of the socket. Return the process's exit code, 0."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # users' code may ignore it, and ended processes would have no status
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if users' code ignored it, ended processes would have no status
         self._ready.register(self.orders, selectors.EVENT_READ)
         while True:
             for key, _ in self._ready.select():
@@ -130,7 +130,7 @@ class Template:
         self._running[pid] = number
 
     def _reap(self, descriptor: int, pid: int) -> None:
-        """Reap an ended process, kill its orphans, and report an episode's end."""
+        """Reap an ended process and kill those that it left behind. If it was an episode, report its end."""
         self._ready.unregister(descriptor)
         os.close(descriptor)
         confinement.kill_group(pid)  # before the process is reaped, since its pid may be reused afterwards

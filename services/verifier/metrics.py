@@ -12,10 +12,10 @@ from pipelinerl.telemetry.metrics import MetricSet
 from pipelinerl.v1 import verifier_pb2
 
 UNKNOWN_TASK = "(unknown)"
-"""Label of all items of unknown tasks, because callers must not create label values."""
+"""Value of the label `task` for all items of unknown tasks, since callers must not be able to create new label values."""
 
 CODES = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED", "INTERNAL")
-"""Statuses of calls that reach the server."""
+"""gRPC statuses by which the server counts calls."""
 CODE = ("programs", "rewards", "episodes")
 """Kinds of code: programs that a model wrote; users' reward functions; environments, tools and agents of episodes."""
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -26,7 +26,7 @@ STATUSES = tuple(status_name(status) for status in verifier_pb2.VerifyStatus.val
 
 
 class VerifierMetrics:
-    """The metrics of one verifier process. The series of the recipe's `tasks` exist from the start."""
+    """The metrics of one verifier process. The counters of requests exist for all `tasks` from the start."""
 
     def __init__(self, registry: CollectorRegistry, tasks: Iterable[str]) -> None:
         metrics, self._tasks = MetricSet("pipelinerl_verifier", registry), tuple(tasks)

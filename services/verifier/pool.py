@@ -65,7 +65,7 @@ class QueueFull(PipelineRLError):
 
 @dataclass(eq=False)
 class Job:
-    """One item to score. Its future gets the result, and is cancelled with the call."""
+    """One item to score. Its future gets the result, or is cancelled if the call is."""
 
     item: verifier_pb2.VerifyItem
     on_result: Callable[[verifier_pb2.VerifyResult], None]
@@ -89,7 +89,7 @@ start_again = partial(
 
 class RewardPool:
     """Queue of items and workers that score them. `judges` maps tasks to their judges, which answer before an item enters the
-    queue. The service is ready while at least one worker is up."""
+    queue. `readiness` is ready while at least one worker is up."""
 
     def __init__(
         self, recipe: Recipe, metrics: VerifierMetrics, readiness: Readiness, max_queue: int, judges: Mapping[str, Judge]
@@ -105,7 +105,7 @@ class RewardPool:
 
     @asynccontextmanager
     async def running(self, workers: int) -> AsyncIterator[RewardPool]:
-        """Start the workers, and at the end kill them. Raises `UserError` for a mistake in the recipe's rewards, and
+        """Start the workers, and kill them at the end. Raises `UserError` for a mistake in the recipe's rewards, and
         `ServiceError` if one of the first workers does not start."""
         starts = await asyncio.gather(*(start_worker(self._recipe) for _ in range(workers)), return_exceptions=True)
         first = [worker for worker in starts if isinstance(worker, WorkerProcess)]
@@ -174,8 +174,8 @@ class RewardPool:
         self._readiness.reason = "" if self._up else NO_WORKER
 
     async def _serve(self, worker: WorkerProcess) -> Loss:
-        """Score items of the queue, one at a time, until the worker ends, and return the reason. Waits until a caller adds an
-        item, then for the worker's result, at most until the reward's deadline."""
+        """Score items of the queue, one at a time, until the worker ends or a reward misses its deadline; return which. Wait
+        until a caller adds an item, then for the worker's result."""
         worker.ended.add_done_callback(lambda _: self._filled.set())
         while True:
             while not self._jobs and not worker.ended.done():
@@ -225,7 +225,7 @@ class WorkerGone(Exception):
 
 async def read_frame(reader: asyncio.StreamReader, within_s: float, most_bytes: int) -> bytes:
     """Return the next frame. Raises `TimeoutError`, `WorkerGone` for a frame above `most_bytes`, and `IncompleteReadError` or
-    `ConnectionError` if the stream ends early. A frame that arrived in time is accepted even if the event loop was busy."""
+    `ConnectionError` if the stream ends early. A frame that arrived in time is accepted even if it is read late."""
 
     async def read() -> bytes:
         (length,) = FRAME_LENGTH.unpack(await reader.readexactly(FRAME_LENGTH.size))
@@ -278,7 +278,7 @@ class WorkerProcess:
             raise await self.gone() from None
 
     async def gone(self) -> WorkerGone:
-        """Describe how the worker ended."""
+        """Return how the worker ended, after waiting up to a second for its end."""
         await asyncio.wait((self.ended,), timeout=1.0)
         code = self._process.returncode
         if code is None:

@@ -4,9 +4,9 @@ Standard input is one JSON object with `recipe`, `items` and `forms`. An item ha
 pairs of a completion and the answer that the reward must find in it ("" = any answer). A worker process scores an item's
 completions in order. It stops when scoring fails, or when the reward finds the required answer.
 
-The output is lines of JSON. Before an item is scored, a line gives its number as `calling`. If scoring stopped at a form, a
+The output is lines of JSON. Before an item is scored, a line gives its index as `calling`. If scoring stopped at a form, a
 line with that form's result follows. The result's reward is that of the answer, without the terms for format and length. If an
-item times out or ends its worker, the task's other items are skipped. If no worker starts, the output is `{"problem": "..."}`.
+item times out or ends its worker, later items of its task are skipped. If no worker starts, the output is `{"problem": "..."}`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
     none         limits only; for programs that the caller trusts
 
 With the first two, seccomp admits only listed system calls. These cannot open a network socket, or start or change another
-process. `confine` puts the calling process under Landlock and seccomp for good, but lets it start some processes. This module
+process. `confine` puts the calling process under Landlock and seccomp for good, but lets it start a few processes. This module
 does not protect against kernel bugs.
 """
 
@@ -125,7 +125,7 @@ _NAME_SERVICE_FILES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "
 
 def _seccomp(default: int, *rules: tuple[Any, ...]) -> bytes:
     """Return a seccomp program. A rule has an action, names of system calls, and comparisons of arguments, all of which must be
-    true. `default`: action for calls without a rule. Raises `OSError` if libseccomp is missing or fails."""
+    true. `default`: action for calls that match no rule. Raises `OSError` if libseccomp is missing or fails."""
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(default)))
@@ -149,8 +149,8 @@ def _seccomp(default: int, *rules: tuple[Any, ...]) -> bytes:
 
 @cache
 def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -> bytes:
-    """Return a seccomp program that admits only listed system calls. All others fail with EPERM, except clone3, whose flags a
-    filter cannot read: it fails with ENOSYS, so that the C library uses clone. With `processes`, the listener decides about new
+    """Return a seccomp program that admits only listed system calls. Others fail with EPERM. clone3, whose flags a filter
+    cannot read, fails with ENOSYS, so that the C library uses clone. With `processes`, the filter's listener decides about new
     processes and threads. Raises `OSError` if libseccomp is missing or fails."""
     rules: list[tuple[Any, ...]] = [
         (_ALLOW, " ".join((_FILES, _MEMORY, _WAITING, _OWN_STATE, _PAIRS))),
@@ -210,7 +210,7 @@ def landlock_version() -> int:
 
 
 def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) -> None:
-    """Use Landlock to allow only reading and executing below `readable`, two devices, and connections to one TCP port."""
+    """Use Landlock to allow only: read and execute below `readable`, use two devices, and connect to one TCP port."""
     version = landlock_version()
     rights = (1 << (16 if version >= 5 else 15)) - 1  # all that this version can forbid
     rules = struct.pack("QQQ", rights, 3 if version >= 4 else 0, _SCOPES if version >= 6 else 0)
@@ -244,7 +244,7 @@ def _private_dirs(path: str) -> list[str]:
 
 def _beside_private(path: str) -> Iterator[tuple[str, int]]:
     """Yield rules that make everything below `path` readable except private folders. Landlock's rules cannot exclude a folder,
-    so a folder above a private one gets a rule per entry. Entries that are added later cannot be read."""
+    so for a folder above a private one, each entry gets a rule. Entries added later cannot be read."""
     private = _private_dirs(path)
     if not private:
         yield path, _EXECUTE | _READ_FILE | _READ_DIR
@@ -293,8 +293,8 @@ class _Running:
 
 
 def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits: Limits, means: Means) -> Ended:
-    """Run `program` to its end, in a folder with `files`. The calling process must have only one thread, because the new
-    process sets its limits between fork and exec. Raises `OSError` or `SubprocessError` if the sandbox fails."""
+    """Run `program` in a folder with `files` until it ends or its time is over. The calling process must have one thread
+    because the new process sets its limits between fork and exec. Raises `OSError` or `SubprocessError` if a sandbox fails."""
     with ExitStack() as stack:
         given, printed = (stack.enter_context(_in_memory(content)) for content in (stdin, b""))
         return _ended([_start(stack, program, files, given, printed, limits, means)], limits)[0]
@@ -391,12 +391,12 @@ def _ended(running: Sequence[_Running], limits: Limits) -> list[Ended]:
 
 
 def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None) -> None:
-    """Put the rest of this program, and all that it starts, under Landlock and seccomp for good. It may read Python's files,
-    `sys.path` and `readable`, but not the run's folder, and may write nothing. With `connect_port` it may connect to that TCP
-    port of any host.
+    """Put the rest of this program, and all that it starts, under Landlock and seccomp for good. It may write no files. It may
+    read `readable`, `sys.path` and files that Python needs, but not the run's folder. With `connect_port` it may connect to
+    that TCP port of any host.
 
-    This function forks and returns in the child. The parent stays outside, limits the child's processes, and ends with its exit
-    code. The calling process must have one thread, because Landlock applies to the calling thread. Raises `NoSandbox`.
+    This function forks and returns in the child. The parent stays outside, limits the child's processes, and ends with the
+    child's exit code. The calling process must have one thread, because Landlock applies to a thread. Raises `NoSandbox`.
     """
     threads = len(os.listdir("/proc/self/task"))  # counted before `confinement_missing` uses another thread
     if missing := confinement_missing():

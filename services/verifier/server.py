@@ -1,4 +1,4 @@
-"""The verifier's main process: serve calls, start workers, call judges, and trace all of this. It runs no reward itself."""
+"""The verifier's main process: serve gRPC calls, start worker processes, and call judges. It runs no reward itself."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _add_reward_span(parent: Span, result: verifier_pb2.VerifyResult) -> None:
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
-    """Serves the tasks of one recipe. Items of other tasks get the status UNKNOWN_TASK."""
+    """Serves the tasks of one recipe: RunEpisode those with episodes, Verify the others. Any other task is an UNKNOWN_TASK."""
 
     def __init__(
         self, recipe: Recipe, metrics: VerifierMetrics, *, pool: RewardPool | None, episodes: EpisodePool | None
@@ -79,7 +79,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return verifier_pb2.VerifyResponse(results=results)
 
     async def RunEpisode(self, request: verifier_pb2.EpisodeRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResult:
-        """Run an episode. The status is RESOURCE_EXHAUSTED if too many episodes run, UNAVAILABLE if this episode was lost."""
+        """Run an episode. The status is RESOURCE_EXHAUSTED if too many run, UNAVAILABLE if this one must be run again."""
         with _server_span(request, "episode.run", "RunEpisode") as span:
             async with self._answering(context, span):
                 if self._episodes is None or not self._tasks.get(request.task):
@@ -114,7 +114,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
     @asynccontextmanager
     async def _answering(self, context: aio.ServicerContext, *spans: Span) -> AsyncIterator[None]:
-        """Convert errors to gRPC statuses, and note the call's status in its spans."""
+        """Abort the call on `QueueFull` and `EpisodeLost`, and record its gRPC status in its spans and in the metrics."""
         code = grpc.StatusCode.INTERNAL
         try:
             yield
@@ -149,7 +149,7 @@ async def _sandboxes(recipe: Recipe) -> dict[str, str]:
         "episodes": [is_confined(share) for share in recipe.episodic_tasks.values()],
     }
     found = {kind: "landlock" if all(confined) else "none" for kind, confined in kinds.items() if confined}
-    if found.get("programs") == "landlock":  # or bubblewrap: let a process with one thread find out
+    if found.get("programs") == "landlock":  # landlock or bubblewrap, which only a process with one thread can find out
         command = (sys.executable, "-m", "services.verifier.sandbox")
         process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
         found["programs"] = (await process.communicate())[0].decode().strip()
@@ -157,8 +157,8 @@ async def _sandboxes(recipe: Recipe) -> dict[str, str]:
 
 
 async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: LogContext) -> None:
-    """Serve until `stop`. Raises `UserError` for a mistake in the recipe, users' code or a judge's key. Raises `ServiceError`
-    if a port is in use or a process does not start."""
+    """Serve until `stop` is set. Raises `UserError` for a mistake in the recipe, users' code or a judge's key. Raises
+    `ServiceError` if a port is in use or a process does not start."""
     recipe = load_recipe(settings.recipe)
     if settings.reward_modules:
         sys.path.insert(0, str(settings.reward_modules))  # workers inherit this path

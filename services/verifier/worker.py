@@ -22,13 +22,13 @@ from services.verifier.rewards.compose import ComposedReward, make_reward, score
 from services.verifier.sandbox import NoSandbox, confine
 
 RETIRED = 75
-"""Exit code of a worker that must be replaced."""
+"""Exit code of a worker that ends itself in order to be replaced."""
 _MISTAKE_CHARACTERS = 8000
 
 
 def run_process(prepare: Callable[[Recipe], Callable[[Connection, Connection], int]]) -> NoReturn:
-    """Run a process that the verifier starts. `prepare` imports users' code and returns the function that serves, which
-    gets the process's input and output and returns the exit code. The process reports a user's mistake, and ends."""
+    """Run a process that the verifier starts. `prepare` imports users' code and returns a function, which serves requests
+    from the process's input and returns the exit code. If `prepare` finds a user's mistake, the process reports it and ends."""
     confinement.attach_to_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pipes = requests, results = confinement.take_pipes()
@@ -58,7 +58,7 @@ def _prepared(recipe: Recipe) -> Callable[[Connection, Connection], int]:
 def _serve(
     rewards: Mapping[str, ComposedReward], tasks: Mapping[str, ProblemSet], requests: Connection, results: Connection
 ) -> int:
-    """Score items until the input ends. Return `RETIRED` if memory is short or a reward's processes survive."""
+    """Score items until the input ends. Return `RETIRED` if memory is short or processes of a reward cannot be ended."""
     pid, own = os.getpid(), confinement.address_space()
     reserve = max(share.reward.memory_mib for share in tasks.values()) * confinement.MIB
     confinement.lower_limit(resource.RLIMIT_AS, own + reserve)
@@ -73,7 +73,7 @@ def _serve(
             os._exit(0)  # in a child that the reward forked
         is_clean = confinement.clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY
         results.send_bytes(result.SerializeToString())
-        half_is_gone = confinement.address_space() - own > reserve // 2  # a reward may keep memory that later ones lack
+        half_is_gone = confinement.address_space() - own > reserve // 2  # kept by rewards, and missing for later ones
         if not is_clean or half_is_gone:
             return RETIRED
 

@@ -1,1 +1,1 @@
-"""Rewards, one file per kind: functions of one completion and its reference, without the processes that run them."""
+"""Rewards: functions of one completion and its reference. Other modules of `services.verifier` run them in processes."""

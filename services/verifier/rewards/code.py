@@ -54,7 +54,7 @@ _MALFORMED = (
     *(zlib.error, pickle.PickleError),
 )
 _BUDGET = 0.8
-"""Share of `reward.timeout_s` that programs may take, so that the worker is not killed."""
+"""Share of `reward.timeout_s` that all tests of an answer may take together, so that the worker is not killed."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def tests_of(reference: Mapping[str, Any], field: str) -> list[Test]:
 
 
 def _loaded(given: Any) -> Any:
-    """Decode a string of JSON, a Python literal, or base64 of compressed and perhaps pickled JSON (LiveCodeBench)."""
+    """Decode JSON, a Python literal, or base64 of compressed, perhaps pickled JSON (LiveCodeBench). Keep other values."""
     if not isinstance(given, str):
         return given
     if given.lstrip().startswith(("{", "[")):
@@ -210,7 +210,7 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
-    """Return the test of a call. If `put` is a string, each line is an argument in JSON, and a string `got` is JSON, too."""
+    """Return the test that `name(*put)` is `got`. A string `put` has one argument in JSON per line; then `got` may be JSON."""
     if isinstance(put, str):
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
@@ -221,7 +221,7 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Yield a test for each of `texts`, with the program's names that they use. Raises `ValueError` if they use none."""
+    """Yield a test for each of `texts`. Raises `ValueError` if they are not valid Python, or use no name of the program."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)
@@ -295,7 +295,7 @@ def _run(source: str, test: Test, limits: Limits, means: Means) -> str:
 
 
 def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
-    """Return what is wrong with the result that the program's process sent, or ""."""
+    """Return what is wrong with the result that the program's process sent; empty if it is right."""
     try:
         kind, *said = json.loads(ended.stdout)
         if kind == "raise":

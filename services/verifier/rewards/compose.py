@@ -38,7 +38,7 @@ from services.verifier.rewards.reasoning_gym import reasoning_gym_scorer
 MOST_TERMS, TERM_CHARACTERS = 128, 100
 """Maximum number of terms, or of metrics, that users' code may return, and maximum length of their names."""
 MESSAGE_CHARACTERS = 500
-"""Maximum length of a result's message and answer."""
+"""Maximum length of a result's message, and of the answer that `find_answer` found."""
 _FINISH_REASONS = {sequence_pb2.FINISH_REASON_STOP: "stop", sequence_pb2.FINISH_REASON_LENGTH: "length"}
 _Result = TypeVar("_Result")
 _ALMOST = 1e-9
@@ -46,7 +46,7 @@ _ALMOST = 1e-9
 
 
 class ComposedReward:
-    """A recipe's reward. `graded`: `reward.binary` does not apply, because a user's function or a judge gives the score."""
+    """A task's reward. `graded`: `reward.binary` does not apply, because a user's function or a judge gives the score."""
 
     def __init__(self, config: RewardConfig, scorer: Scorer, *, graded: bool = False) -> None:
         self._config, self._scorer = config, scorer
@@ -56,8 +56,8 @@ class ComposedReward:
         self._format = re.compile(config.format_pattern, re.DOTALL) if config.format_pattern else None
 
     def find_answer(self, completion: str, prompt: str = "") -> str | None:
-        """Return group 1 of the last match of `answer_pattern`, stripped, or None. Without a pattern, return the completion. An
-        answer inside a thought does not count. If nothing outside thoughts matches, a match may begin in a thought.
+        """Return group 1 of the last match of `answer_pattern`, stripped, or None. Without a pattern, return the
+        completion, stripped. An answer inside a thought does not count.
 
         The first search is without re.DOTALL, so that `Answer: (.*)` takes only its line. A second search, after the last
         match, is with re.DOTALL, so that `<answer>(.*)</answer>` finds an answer of several lines."""
@@ -162,7 +162,7 @@ def outcome(
 def failed(
     status: verifier_pb2.VerifyStatus, message: str, sequence_id: str = "", seconds: float = 0.0
 ) -> verifier_pb2.VerifyResult:
-    """Return a failed result. `message` may quote users' code and the policy's output."""
+    """Return a failed result. Its message is `message` with invalid Unicode replaced, cut at `MESSAGE_CHARACTERS`."""
     message = as_unicode(message)[:MESSAGE_CHARACTERS]
     return verifier_pb2.VerifyResult(sequence_id=sequence_id, status=status, message=message, seconds=seconds)
 
@@ -208,7 +208,7 @@ def overlong_penalty(completion_tokens: int, max_tokens: int, buffer_tokens: int
 
 
 def make_reward(config: RewardConfig, task: TaskConfig) -> ComposedReward:
-    """Make the reward of a task. Raises `FieldError` with similar names for an unknown reasoning-gym family or function."""
+    """Make the reward of a task. Raises `FieldError`, for example for an unknown reasoning-gym family or function."""
     match config.scorer:
         case "task" if task.source == "reasoning_gym":
             scorer = reasoning_gym_scorer(task.name)
@@ -237,8 +237,8 @@ _FORMS = (
 
 
 def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
-    """Import a function, possibly async, that has our, verl's or TRL's parameters. Raises `FieldError`. With verl's or TRL's
-    parameters, a function gets the whole completion, so `answer_pattern` must be empty."""
+    """Return a scorer that calls a user's function, possibly async. Raises `FieldError`. A function with the parameters of verl
+    or TRL gets the whole completion, so its recipe must not have an `answer_pattern`."""
     task, function = task or TaskConfig(), imported("reward.scorer", path)
     try:
         signature = inspect.signature(function)
@@ -279,7 +279,7 @@ def _called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> A
 
 
 def _row(item: RewardInput, task: TaskConfig) -> Mapping[str, Any]:
-    """Return the columns of the problem's row, or the reference of a problem without a row."""
+    """Return the columns of the problem's row or, for a problem without a row, the fields of its reference."""
     row = item.reference.get("row")
     if isinstance(row, Mapping) and row:
         return row
@@ -296,7 +296,7 @@ def _verl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
 
 
 def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
-    """Return TRL's arguments, lists of one element. In a chat task, prompt and completion are messages."""
+    """Return TRL's arguments, lists of one element. In chat tasks and episodes, prompt and completion are messages."""
     row, prompt, completion = _row(item, task), item.prompt, item.completion
     columns = {str(name): [value] for name, value in row.items() if name not in ("prompt", "completion")}
     if task.prompt_style != "chat" and not task.is_episodic:
@@ -315,7 +315,7 @@ def _own_score(returned: Any) -> Score:
 
 
 def _verl_score(returned: Any) -> Score:
-    """Read verl's result: `score` is the reward, other numbers are metrics, and other values are ignored."""
+    """Read verl's result: a number, or a mapping in which `score` is the reward and other finite numbers are metrics."""
     if not isinstance(returned, Mapping):
         return Score(number_of(returned, "the reward"))
     if "score" not in returned:
@@ -381,7 +381,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def json_schema_scorer(schema: Mapping[str, Any]) -> Scorer:
-    """Return a scorer that gives 1 if the answer is JSON that fits `schema` or, if that is empty, the reference's schema."""
+    """Return a scorer that gives 1 for JSON that fits `schema`. If `schema` is empty, the reference answer is the schema."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError, best_match
     from jsonschema.validators import validator_for

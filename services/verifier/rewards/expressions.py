@@ -34,7 +34,7 @@ class Unreadable(ValueError):
 
 class Node(NamedTuple):
     """A node of a tree. `kind` is an operation (`+`, `*`, `/`, `^`, `call`, ...), a leaf (`number`, `symbol`, `text`), or a
-    form of several parts (`list`, `group`, `relation`, `union`, `matrix`, `unit`). `name` distinguishes nodes of one
+    form of several parts (`list`, `group`, `relation`, `ratio`, `union`, `matrix`, `unit`). `name` distinguishes nodes of one
     kind: the function of a `call`, the symbol, the unit, or the brackets of a `group`. `parts` are the operands, or
     a number's value."""
 
@@ -471,7 +471,7 @@ def symbols(node: Node) -> frozenset[str]:
 
 
 def _bounded(value: Number, *, is_sum: bool = False) -> Number:
-    """Return `value` if its size is within bounds. Only a sum may be tiny, because its terms may cancel."""
+    """Return `value`, or raise `Unreadable` if it is too large or too small. Sums may be tiny, because terms may cancel."""
     if isinstance(value, Fraction):
         if value.numerator.bit_length() + value.denominator.bit_length() > _EXACT_BITS:
             raise Unreadable("too large a number")

@@ -26,7 +26,7 @@ _PRELUDE = "typing, collections, itertools, functools, heapq, bisect, math, stri
 """Modules that a program may use without importing them, as on LeetCode."""
 _LARGE = 1 << 63
 _ADDRESSES = ("__array_interface__", "__array_struct__")
-"""Attributes by which NumPy gets an address. It would read this process's memory there, at the program's choice."""
+"""Attributes from which NumPy takes a memory address. A `Remote` lacks them, because the program could give any address."""
 
 
 def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
@@ -57,7 +57,7 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
 
 def decode(message: Any, resolve: Callable[..., Any]) -> Any:
     """Return the value that `encode` wrote. `resolve` finds the object of a reference, and makes an object of a type in `_MADE`
-    from its arguments. Raises for other messages."""
+    from its arguments. Raises an exception for any other message."""
     if not isinstance(message, list):
         return message
     match message:

@@ -1,5 +1,5 @@
-"""The input, output and errors of scorers. A scorer runs in a worker process, one item at a time, on the main thread. A
-deadline and a memory limit protect the worker against slow or huge answers."""
+"""The input, output and errors of scorers. A scorer runs on the main thread of a worker's or an episode's process, one item at
+a time. This process has a deadline and a memory limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RewardInput:
     completion: str
     """The whole completion as sampled. Untrusted."""
     answer: str | None
-    """The answer that `reward.answer_pattern` found, without surrounding white space; None if it matched nothing."""
+    """The answer that `reward.answer_pattern` found, stripped; None if it found none. Without a pattern, the completion."""
     reference: Mapping[str, Any]
     """Data of the problem: `answer`; `row` if its row has other columns; `dataset` and `entry` for reasoning-gym."""
     completion_tokens: int = 0

@@ -2,7 +2,7 @@ r"""Score mathematics: find the answer in a completion, and compare it with the 
 
 Answers are compared as text first, and then by their form: lists and sets in any order; tuples, intervals and matrices part by
 part; equations up to a factor; numbers exactly; other expressions by their values at several points. An answer that cannot be
-parsed earns nothing unless its text agrees with the reference's."""
+parsed is right only if its text agrees with the reference's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _GIVEN = re.compile(
     r"\W*(?:out of|of|among|given|if|suppose|assume|when|whenever|while|step|case|part|problem|question|exercise)\b[^,]*$",
     re.IGNORECASE,
 )
-"""Beginning of a sentence that repeats a number of the problem."""
+"""Beginning of a sentence that probably repeats the problem, such as `Given`."""
 _RETRACTED = re.compile(
     r"\b(?:wait|actually|rather|instead|correction|should be|no,|mistake|correct myself|i think)", re.IGNORECASE
 )
@@ -59,7 +59,7 @@ _MONTH = re.compile(
 
 
 def claims(text: str, *, boxed: bool) -> list[str]:
-    """Return the answers that `text` claims, all of which must be right."""
+    """Return the answer that `text` claims, and a later answer that may replace it. Both must be right. Empty = no answer."""
     text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", outside(thoughts(text), text))
     found, tagged = boxes(text), text.rfind("<answer>")
     if boxed or (found and found[-1][0] > tagged):
@@ -118,7 +118,7 @@ def _spans(sentence: str) -> list[str]:
 
 
 def _last_span(text: str) -> str:
-    """Return the last expression, with its unit, in the last sentence with an expression; "" if that is no answer."""
+    """Return the last expression, with its unit, of the last sentence that has one; "" if it hedges or repeats the problem."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n", text)):
         sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
         if spans := _spans(sentence):
@@ -235,7 +235,7 @@ def _variants(node: Node) -> list[Node]:
 
 
 def _as_interval(node: Node) -> Node:
-    """Convert an inequality with one variable, alone on its side, to the interval that it means."""
+    """Convert an inequality such as x > 3 or 1 < x ≤ 2 to an interval. Return any other node unchanged."""
     infinity = Node("symbol", r"\infty")
     names, parts = _ascending(node) if node.kind == "relation" else ([], [])
     if len(parts) == 2 and parts[1].kind == "symbol":
@@ -402,7 +402,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 @lru_cache(maxsize=4096)
 def reference_text(text: str) -> str:
-    """Return the answer in a reference. Raises `BadReference` if no answer can be compared with it."""
+    """Return the answer in a reference. Raises `BadReference` if it is not one that answers can be compared with."""
     answer = final_answer(outside(thoughts(text), text))
     plain, quoted = expressions.tidy(answer), f"{text[:80]!r}"
     if not re.search(r"\w|\\[a-zA-Z{]", plain):

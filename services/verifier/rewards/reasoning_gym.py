@@ -19,7 +19,7 @@ from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput,
 _COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
 """Families whose scorer compares grids of tuples, which JSON has turned into lists."""
 
-REFUSED = Score(0.0, "not evaluated: the family's scorer runs answers as code, and this one is not just a formula or numbers")
+REFUSED = Score(0.0, "not evaluated: the family's scorer runs answers as code, and this is not just a formula or numbers")
 
 _OPERATORS = (ast.BinOp, ast.UnaryOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 _TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan"}
@@ -93,7 +93,7 @@ def _is_of_a_formula(node: ast.AST) -> bool:
 
 
 def reasoning_gym_scorer(family: str) -> Scorer:
-    """Return a scorer. Each reference names its family; `family` is only checked. Raises `FieldError` for an unknown one."""
+    """Return a scorer for any family, which each reference names. Raises `FieldError` if `family` is unknown."""
     check_family(family)
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.factory import DATASETS
