@@ -43,7 +43,7 @@ class EpisodeLost(PipelineRLError):
 
 @dataclass(eq=False)
 class Template:
-    """The process that forks episodes, and its socket. `ended`: the coming exit code of each episode, None = lost."""
+    """The process that forks episodes, and its socket. `ended`: for each episode, a future of its exit code (None: lost)."""
 
     process: WorkerProcess
     orders: socket.socket

@@ -396,7 +396,7 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
     that TCP port of any host.
 
     This function forks and returns in the child. The parent stays outside, limits the child's processes, and ends with the
-    child's exit code. The calling process must have one thread, because Landlock applies to a thread. Raises `NoSandbox`.
+    child's exit code. The caller must have one thread, because Landlock restricts only the calling thread. Raises `NoSandbox`.
     """
     threads = len(os.listdir("/proc/self/task"))  # counted before `confinement_missing` uses another thread
     if missing := confinement_missing():

@@ -2,7 +2,7 @@
 
 reward = correct * score + format_weight * [the format matches] + overlong penalty
 
-With `truncated: zero`, a completion that was cut at its length limit gets only the penalty, and a term `truncated` of 0.
+With `truncated: zero`, a completion cut at its length limit gets only the overlong penalty, and a term `truncated` of 0.
 
 A scorer may be a user's own function, `my_pkg.rewards:score`. It takes a `RewardInput` and returns a number, or named numbers
 that are added up. Functions written for verl or TRL are recognised by their parameters and called accordingly.

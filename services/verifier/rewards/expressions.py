@@ -145,7 +145,7 @@ _SYMBOLS = set(re.findall(
 ))  # fmt: skip
 _ENCLOSED = {"(", "[", "{"}
 _FACTORS = {"\\" + name for name in (*_FUNCTIONS, *_SYMBOLS, "frac", "binom", "begin", "lfloor", "lceil")} | _ENCLOSED
-"""Tokens, besides numbers and letters, that may begin a factor without a multiplication sign."""
+"""Tokens, besides numbers and letters, before which a multiplication sign may be missing."""
 _WORDS = set(re.findall(
     r"\w+", "cm mm dm km kg mg ml mL ft yd mi lb lbs oz hr hrs mph kph am pm AM PM sq rad Hz GB MB ms pts th is of an we it"
     " day my no No as by at be he if on in We It So so do us up me"

@@ -19,7 +19,7 @@ from services.verifier.rewards.item import NO_ANSWER, BadReference, RewardInput,
 _COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
 """Families whose scorer compares grids of tuples, which JSON has turned into lists."""
 
-REFUSED = Score(0.0, "not evaluated: the family's scorer runs answers as code, and this is not just a formula or numbers")
+REFUSED = Score(0.0, "not evaluated: the family's scorer runs answers as code, and this one is not just a formula or numbers")
 
 _OPERATORS = (ast.BinOp, ast.UnaryOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 _TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan"}
