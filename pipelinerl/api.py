@@ -1,7 +1,7 @@
 """Train from Python: `pipelinerl.train(...)` and `pipelinerl.start(...)`, for programs and notebooks.
 
-A run is a child process, `pipelinerl run`, in its own session. It does not touch the caller's event loop, signal handlers, logs
-or environment variables. Ctrl-C reaches only the caller, which then stops the run cleanly.
+A run is a child process, `pipelinerl run`. It does not touch the caller's event loop, signal handlers, logs or environment
+variables. Ctrl-C reaches only the caller. `train` then stops the run cleanly.
 `Run` reads the run's folder, so `Run("runs/NAME")` also works for a run that was started elsewhere.
 """
 
@@ -65,11 +65,11 @@ def train(
 def start(
     recipe: Given, reward: Reward | None = None, *, name: str | None = None, run_dir: Folder | None = None, **overrides: Any
 ) -> Run:
-    """Start a run on this machine and return at once. If this program ends first, it stops the run cleanly.
+    """Start a run on this machine and return at once. The run is stopped cleanly when this program exits.
 
     `recipe`: the name of a shipped recipe, a recipe file, or a mapping with the recipe's fields. `reward`: a function, even one
-    of a notebook; its path, `package.module:function` or `file.py:function`; or the name of a scorer. With a file, the
-    run also gets the other modules of the file's folder or package. `overrides`: fields of the recipe by their paths, as in
+    of a notebook; its path, `package.module:function` or `file.py:function`; or the name of a scorer. A function in a
+    file can import the other modules of that folder or package. `overrides`: fields of the recipe by their paths, as in
     `**{"trainer.steps": 40}`. `name`, `run_dir`: as for `pipelinerl run`. Raises `UserError` for a mistake.
     """
     given: Path | None = None
@@ -118,15 +118,15 @@ def _folder(field: str, given: Folder) -> Path:
 
 
 def _scorer(reward: Reward, shipped: Path) -> str:
-    """Return the value of `reward.scorer`. Write the modules of the reward to the folder `shipped`, unless the reward is the
-    name of a scorer or a function that the verifier can import. Raises `FieldError`."""
+    """Return the value of `reward.scorer`. Write the modules that the verifier could not import otherwise to the folder
+    `shipped`. Raises `FieldError`."""
     if isinstance(reward, str):
         file, _, name = reward.rpartition(":")
         if not file.endswith(".py"):
             return reward
         if not (path := Path(file).resolve()).is_file():
             raise FieldError("reward", reward, f"there is no such file in {Path.cwd()}")
-        root = next(one for one in path.parents if not (one / "__init__.py").is_file())  # the first one outside its package
+        root = next(one for one in path.parents if not (one / "__init__.py").is_file())  # nearest folder that is not a package
         if root != Path.cwd():
             copy_modules(root, shipped)
         elif path.parent == root:  # the verifier finds the other modules of the current folder
@@ -139,7 +139,7 @@ def _scorer(reward: Reward, shipped: Path) -> str:
 
 
 class Run:
-    """A run in a folder, such as runs/NAME. Only a run that `start` returned can be waited for and stopped."""
+    """A run in a folder, such as runs/NAME. `wait`, `stop` and `follow` need a run that this program started."""
 
     _prepared: tempfile.TemporaryDirectory[str] | None = None
     _stopped = False
@@ -157,7 +157,7 @@ class Run:
         """Wait for the end, and return this run. Raises `ServiceError` with the last lines of the output if the run failed, or
         `UserError` if the cause is a mistake that only the run found, such as one in the data or in the reward."""
         code = self._own().wait()
-        stopped_early = self._stopped and not self._dir.identity.exists()  # interrupted during its imports
+        stopped_early = self._stopped and not self._dir.identity.exists()  # interrupted while it was starting
         if code not in (EXIT_OK, EXIT_INTERRUPTED) and not stopped_early:
             kind = UserError if code == EXIT_USER_ERROR else ServiceError
             raise kind(f"the run {self.path} ended with exit code {code}:\n{self.output[-2000:]}")
@@ -193,7 +193,7 @@ class Run:
 
     def _own(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            raise FieldError("run", str(self.path), "was not started here; wait for it or stop it where it was started")
+            raise FieldError("run", str(self.path), "was not started here; use the program or terminal that started it")
         return self._process
 
     @property
@@ -274,7 +274,7 @@ class Run:
 # Write a function of a notebook or script as the source of a module that the verifier can import. Nothing is pickled.
 
 _MOST_CHARACTERS = 100_000
-"""Maximum length of a constant in that source, in characters."""
+"""Maximum length of a constant in a module's source, in characters."""
 
 
 def source_of(function: Any) -> str:
@@ -316,7 +316,7 @@ def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
 
 
 def _globals_of(name: str, source: str) -> list[str]:
-    """Return the global names that a function needs when it runs, and those that its defaults and decorators need."""
+    """Return the global names that a function, its defaults and its decorators use. Raises `FieldError` if it sets a global."""
     tables = [top := symtable.symtable(f"from __future__ import annotations\n{source}", name, "exec")]
     for table in tables:
         tables += table.get_children()
@@ -362,15 +362,15 @@ def _is_function(value: Any) -> bool:
 
 
 def _imported_from(value: Any) -> str:
-    """Return `module:name` if the value can be imported by its own name, not from the main program, else "". A wrapper has the
-    name of the function that it wraps, so an import by that name may give the function instead."""
+    """Return `module:name` if an import by that name gives this very object. Return "" otherwise, and for objects of the main
+    program."""
     module, name = str(getattr(value, "__module__", None)), getattr(value, "__qualname__", "")
     is_held = module != "__main__" and name.isidentifier() and getattr(sys.modules.get(module), name, None) is value
     return f"{module}:{name}" if is_held else ""
 
 
 def _as_source(value: Any) -> str:
-    """Return an expression for a value made of numbers, strings, lists, tuples, sets and mappings. Raises `TypeError`."""
+    """Return an expression for None, a number, str, bytes, or a list, tuple, set or dict of these. Raises `TypeError`."""
     kind = type(value)
     if kind is dict:
         return f"{{{', '.join(f'{_as_source(key)}: {_as_source(item)}' for key, item in value.items())}}}"

@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add(parser: Any, arguments: Sequence[Any]) -> None:
-    """Add rows of `COMMANDS` to a parser."""
+    """Add arguments, written as in `COMMANDS`, to a parser."""
     for row in arguments:
         if isinstance(row, list):
             _add(parser.add_mutually_exclusive_group(), row)
@@ -236,9 +236,9 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ("--most N", int, "number of sequences that --tokens shows (default: 4)", {"default": 4}),
         ("--set a.b=c", str, "change a field of trainer or algorithm (repeatable), and compare the figures", _OVERRIDES),
     ],
-        "pipelinerl replay runs/try                                      # every step, and compare the digests",
+        "pipelinerl replay runs/try                                     # every step, and compare the digests",
         "pipelinerl replay runs/try --from 40 --to 60 --set algorithm.loss=grpo",
-        "pipelinerl replay runs/try --step 47 --tokens                   # tokens of the sequences in which π and μ differ",
+        "pipelinerl replay runs/try --step 47 --tokens                  # tokens of the sequences in which π and μ differ most",
     ),
     "rollback": ("let a recorded run continue from one of its earlier versions", "replay:rollback", [
         ("run RUN", Path, "folder of a stopped run with `record: true`"),
@@ -267,9 +267,9 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ], "pipelinerl cache --clear"),
 }  # fmt: skip
 """For each command: its help, its function as `module:function` in `pipelinerl.commands`, its arguments, and examples. The
-function returns the exit code, and raises `UserError` for a mistake in the arguments. Each argument is a tuple: flags and
-placeholder, such as `--run-dir DIR`; type of the value (None for a flag); help; further keywords of argparse. An inner list
-holds mutually exclusive arguments."""
+function returns the exit code, and raises `UserError` for a mistake in the arguments. Each argument is a tuple: name and
+placeholder, such as `--run-dir DIR`; type of the value, or None; help; further keywords of argparse. An inner list holds
+mutually exclusive arguments."""
 
 
 if __name__ == "__main__":

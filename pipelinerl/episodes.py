@@ -2,7 +2,7 @@
 
 An environment starts an episode, answers each turn of the policy, and gives the episode's reward. Each episode has its own
 environment object in its own process. All samples of a prompt get the same row and seed. If the verifier or the actor is lost,
-the environment starts again. While it sends the same requests as before, it gets the turns that were already sampled.
+the environment starts again. If it repeats a request, it gets the turn that was already sampled.
 
 A tool is a Python function. Its name, type hints and docstring make up the schema that the policy reads. Parameters are str,
 int, float, bool, list, dict, Literal, and unions of these such as `str | None`. The policy reads the function's result: text as
@@ -52,13 +52,13 @@ class Turn:
     text: str
     tool_calls: tuple[ToolCall, ...]
     finish_reason: str
-    """`stop`, `length` (cut at `sampling.max_tokens`) or `tool_calls`."""
+    """`stop`, `length` (cut at `sampling.max_tokens` or the end of the context) or `tool_calls`."""
     messages: Messages
 
 
 @dataclass(frozen=True)
 class Done:
-    """The end of an episode. `correct`: whether a held-out problem counts as solved; None = it does if the reward reaches
+    """The end of an episode. `correct`: whether a held-out problem counts as solved; None = compare the reward with
     `reward.correct`. `metrics` are averaged over episodes."""
 
     reward: float
@@ -77,8 +77,8 @@ Reply = Messages | str | Done
 
 class Environment(Protocol):
     """Interface of the user's class in `task: {source: environment, name: "package.module:Class"}`. Its constructor takes
-    `task.config`. Both methods may be async. An attribute `tools` may list functions or OpenAI schemas that the policy can
-    call; the environment answers such calls itself."""
+    the entries of `task.config` as keywords. Both methods may be async. An attribute `tools` may list functions or OpenAI
+    schemas that the policy can call; the environment answers such calls itself."""
 
     def start(self, row: Mapping[str, Any], seed: int) -> Start | Awaitable[Start]:
         """Return the first messages. `row`: the problem's row of `task.path`, or `{}` without a file."""
@@ -121,7 +121,7 @@ def check_code(field: str, path: str, config: str) -> None:
 
 
 def check_environment_class(kind: Callable[..., Any], config: Mapping[str, Any]) -> None:
-    """Raise `UserError` if a class lacks a method of `Environment` or does not take `config`."""
+    """Raise `UserError` if a class has wrong methods or tools for an `Environment`, or does not take `config`."""
     wanted = {"start": ("row", "seed"), "reply": ("turn",)} if isinstance(kind, type) else {}
     for method, parameters in wanted.items():
         if not callable(getattr(kind, method, None)):
@@ -186,9 +186,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     for parameter in signature.parameters.values():
         what = f"tool {name}: parameter {parameter.name}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise UserError(
-                f"{what} cannot be passed by name; a model passes each argument by its name, so declare it as usual"
-            )
+            raise UserError(f"{what} cannot be passed by name, as a model passes it; declare it without *, ** or /")
         if parameter.name not in hints:
             bound = f"bind the method in start: self.tools = [self.{name}]" if parameter.name == "self" else ""
             raise UserError(f"{what} has no type hint; {bound or f'write one, such as {parameter.name}: str'}")

@@ -43,7 +43,7 @@ class MissingPackage(UserError):
 
 
 class MessageError(PipelineRLError):
-    """A message from another process does not parse or contradicts itself. The receiver counts it and sets it aside."""
+    """A message from another process does not parse or contradicts itself. The receiver counts it and does not use it."""
 
     def __init__(self, kind: str, field: str, problem: str) -> None:
         self.kind, self.field, self.problem = kind, field, problem
@@ -63,7 +63,7 @@ class PayloadTooLarge(BusError):
 
 
 class NotPermitted(UserError):
-    """NATS does not let this user publish or subscribe to a subject. Waiting does not help, so a service ends."""
+    """NATS does not let this user publish or subscribe to a subject. Waiting does not help, so the service ends."""
 
     def __init__(self, user: str, subject: str, action: str = "publish") -> None:
         self.user, self.subject, self.action = user, subject, action
@@ -119,7 +119,7 @@ _OURS = tuple(os.path.join(os.path.dirname(os.path.dirname(__file__)), name, "")
 
 def located(error: BaseException) -> str:
     """Return type, first line and place of an error in a user's code, such as `KeyError: 'unit' at rewards.py:7`. The place is
-    the innermost frame outside this project and all libraries, or else the innermost frame in an installed package."""
+    the innermost frame outside this project and all libraries, else the innermost in an installed package, if any."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno or 0))

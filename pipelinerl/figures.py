@@ -1,7 +1,7 @@
 """Declare each figure of an optimizer step once, in a table. Pure.
 
-The figures of summary.json, the trainer's metrics, the data of the run's pages and the tables of docs/run-directory.md are
-derived from this table. The learner, the optimizer loop and the recorder compute the figures.
+The table yields the trainer's metrics of steps, many keys of summary.json, the curves of the run's pages and the tables of
+docs/run-directory.md. The learner, the optimizer loop and the recorder compute the figures.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Figure:
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """For a figure that is a mapping: the metric's label with its values, which are the keys of the mapping."""
     stays: bool = False
-    """True if the metric keeps its value at a step without the figure. Otherwise its series ends there."""
+    """True if the metric keeps its value at a step without the figure, instead of having none."""
     on_page: bool = False
     event: type | None = None
-    """Type of a figure about events since the previous step: `event()` is its value without events. None for other figures."""
+    """For a figure about events since the previous step: the type whose `event()` is the value without events. Else None."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json with their reductions. `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
     """Key of the weight for `mean` and `rate` in the step's record, such as `step_s.compute`. Empty = weight 1."""
     trained: bool = False
-    """True if the summary ignores skipped steps."""
+    """True if the summary's values leave out skipped steps."""
 
 
 _LAG, _COMPUTE = {"lag": LAG_BUCKETS}, "step_s.compute"
@@ -87,11 +87,11 @@ FIGURES = (
     Figure("lag", "`mean`, `p95` and `max` of the lag over the step's tokens.", on_page=True),
     Figure("lag_histogram", "Number of trained tokens by lag; empty for a skipped step.", on_page=True),
     Figure("ended_by_length", "Object from length to [number of sequences trained, number dropped as stale] since the previous "
-           "step. The key `16` means up to 16 sampled tokens, `32` up to 32, and so on."),
+           "step. The key `16` means up to 16 sampled tokens, `32` means 17 to 32, and so on."),
     Figure("held_by_max_lag", "True if `algorithm.max_lag` keeps the feeder from issuing more groups when the line is written. "
            "False if only the freshness limit or the end of the run stops the feeder."),
     Figure("max_lag_too_small", "True if `algorithm.max_lag` is below `largest_lag` and this has a cost: the trainer waits "
-           "while `max_lag` holds the feeder, or more than 1 % of all sequences so far were dropped as stale.", on_page=True),
+           "while `max_lag` holds the feeder, or more than 1 % of the ended sequences were dropped as stale.", on_page=True),
     Figure("largest_lag", "[Largest lag](architecture.md#staleness) predicted for full actors, from the number of members and "
            "the lengths since the trainer started; G − 1 in conventional mode.", on_page=True, summary={"largest_lag": "last"}),
     Figure("advantage_abs_mean", "Mean |advantage| of the step's sequences; 0 if no group gives a signal."),
@@ -107,9 +107,9 @@ FIGURES = (
     Figure("equal_reward_groups", "Share of the step's groups whose rewards are all equal. Unless "
            "`algorithm.advantage` is `value`, nothing can be learned from them.", "equal_reward_groups_ratio",
            summary={"steps_equal_rewards": "ones"}),
-    Figure("groups_all_right", "Share of the step's groups in which every answer earned at least `reward.correct`. Groups "
-           "without an answer term, as in most environments, count neither here nor in `groups_all_wrong`."),
-    Figure("groups_all_wrong", "Share of the step's groups in which no answer earned anything."),
+    Figure("groups_all_right", "Among the step's groups with an answer term, the share in which every answer earned at least "
+           "`reward.correct`. Most environments have no answer term."),
+    Figure("groups_all_wrong", "Among the step's groups with an answer term, the share in which no answer earned anything."),
     Figure("identical_groups", "Share of the step's groups whose completions are all the same text."),
     Figure("term_spread", "For each term of the reward (at most 24), by name, its standard deviation within a group, averaged "
            "over the groups that have the term. Only with several terms."),
@@ -157,7 +157,7 @@ FIGURES = (
     Figure("tokens_generated_per_s", "Sampled tokens that have reached the trainer since the previous step, per second.",
            on_page=True),
     Figure("tokens_trained_per_s", "`tokens_trained` per second since the previous step.", on_page=True),
-    Figure("in_flight", "Number of sequences in progress, or in complete groups whose step has not begun."),
+    Figure("in_flight", "Number of sequences that have not arrived, or are in complete groups whose step has not begun."),
     Figure("in_flight_limit", "Freshness limit on `in_flight`; null in conventional mode."),
     Figure("sequences", "Ledger after the step: `issued`, `trained`, `dropped_stale`, `dropped_filtered`, `failed`, "
            "`in_flight`."),

@@ -62,7 +62,7 @@ class Policy:
 
     @torch.inference_mode()
     def _texts(self, prompt: list[int], max_tokens: int, temperature: float) -> Iterator[str]:
-        """Yield the completion after each token, sampled as in training, without the model's own top_p and top_k."""
+        """Yield the completion so far after each token, sampled as in training, without the model's own top_p and top_k."""
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or maxsize
         if len(prompt) >= context:
             raise FieldError("prompt", f"{len(prompt)} tokens", f"the model's context has {context}; shorten the prompt")

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _MARK = f"k{secrets.token_hex(12)}q"
 """Mark to insert into spelled control tokens. Nobody can guess it, and JSON and templates leave it unchanged."""
 _PREFIX = 3
-"""A text is searched for this many first characters of each control token. Where they occur, the whole token is compared."""
+"""Number of characters at the beginning of a control token that are searched for before the whole token is compared."""
 
 
 def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:
@@ -74,8 +74,8 @@ def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
 
 class ControlTokens:
     """A tokenizer for prompts that lets no text become a control token. Control tokens are special tokens, added tokens with a
-    `|`, and added tokens without `think` that the chat template writes around a message. In a tool's result, every added token
-    is a control token. `has_own_encoder`: another tokenizer, which reads no control tokens in texts, encodes the messages."""
+    `|`, and added tokens that the chat template writes around a message, unless they contain `think`. In a tool's result, every
+    added token is one. `has_own_encoder`: another tokenizer, which reads no control tokens in texts, encodes the messages."""
 
     def __init__(self, tokenizer: Any, *, has_own_encoder: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -171,7 +171,7 @@ class Spellings:
 
 def encoded_prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> tuple[str, list[int]]:
     """Return text and tokens of a problem's prompt, with instruction and system prompt. Marks are inserted only into text from
-    the row. A chat template writes special tokens itself, so the tokenizer adds none. Raises `FieldError`."""
+    the row. The chat template writes the special tokens; in plain style, the tokenizer adds them. Raises `FieldError`."""
     given, is_chat = problem.messages or ({"role": "user", "content": problem.question},), config.prompt_style == "chat"
     messages = conversation(control.parted(given), config)
     try:
@@ -191,7 +191,7 @@ def refusal(
             write(messages[1:])
             fix = 'set task.system_prompt: "" and put its text into task.instruction'
             if problem.messages and problem.messages[0]["role"] == "system":
-                fix = f"the prompt of {problem.place} begins with one; put its text into the question"
+                fix = f"the prompt of {problem.place} begins with a system message; put its text into the question"
             told = f"the model's chat template takes no system message ({error}); {fix}"
             return FieldError("task.system_prompt", config.system_prompt, told)
     shown = repr(messages).replace(_MARK, "")

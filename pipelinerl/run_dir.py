@@ -101,7 +101,7 @@ class RunDir:
 
     def next_checkpoint_bytes(self, keep: int, first_bytes: int = 0) -> int:
         """Return the free space that the next checkpoint needs: the newest one's size, or `first_bytes` without one. Return 0
-        while a checkpoint is written, or while more than `keep` exist, because the trainer then removes the oldest."""
+        while the trainer writes or removes a checkpoint. If more than `keep` exist, it is about to remove one."""
         is_under_way = any(self.checkpoints.glob(".*")) or len(resumable(self.path)) > keep
         return 0 if is_under_way else self.checkpoint_bytes() or first_bytes
 
@@ -310,8 +310,8 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 class Checkpoint:
     """A policy on disk. `path`: its folder, with whole weights or an adapter. `adapter`: the adapter's configuration, or empty.
     `run`: the folder of its run; `path` if it has none. `version`: its policy version, or None if it states none. `tokenizer`:
-    the folder with its tokenizer, which is the parent folder for an adapter of a run. If neither has one, an adapter uses
-    the tokenizer of its base model, which may be a name on the hub."""
+    the folder with its tokenizer, which is the parent folder for an adapter of a run. An adapter without a tokenizer uses
+    that of its base model, which may be a name on the hub."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.run, self.adapter = path, _run_of(path), read_json(path / ADAPTER)

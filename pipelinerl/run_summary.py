@@ -79,13 +79,13 @@ class RunTotals:
         self.join_s += [join["join_s"] for join in record.get("joins") or []]
 
     def add_update(self, num_bytes: int, transfer_s: float, stalls_s: Iterable[float]) -> None:
-        """Add one weight update. `stalls_s`: seconds for which the update stopped the generation of each actor."""
+        """Add one weight update. `stalls_s`: seconds for which it stopped each actor, or only the longest of them."""
         self.update_bytes += num_bytes
         self.transfer_s.append(transfer_s)
         self.stall_s.extend(stalls_s)
 
     def summary(self, recipe: Recipe, sequences: Mapping[str, int]) -> dict[str, Any]:
-        """Return every key of summary.json that the trainer writes. Figures that the steps lack are None."""
+        """Return every key of summary.json that the trainer writes. Values that these totals do not give are None."""
         reduced = run_figures(self.reduced)
         if recipe.algorithm.advantage == "value":
             reduced["steps_equal_rewards"] = None

@@ -41,8 +41,8 @@ _QUIET_S = 2.0
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint without its tensors. `position`: last position of SEQUENCES that it covers. `held`: sequences in flight that
-    the trainer had already received, failed ones included."""
+    """A checkpoint without its tensors. `position`: the position up to which the trainer had read SEQUENCES. `held`: sequences
+    in flight that the trainer had already received, failed ones included."""
 
     folder: Path
     version: int
@@ -102,7 +102,7 @@ def _some(ids: set[str] | frozenset[str]) -> str:
 
 @dataclass
 class StreamLook:
-    """Contents of SEQUENCES when `info` was read. The newest checkpoint covers the positions up to `durable`."""
+    """Contents of the streams, with SEQUENCES as `info` describes it. A restart skips its positions up to `durable`."""
 
     info: StreamInfo
     durable: int
@@ -121,7 +121,7 @@ class StreamLook:
         self.positions.setdefault(sequence_id, position)
 
     def trained_below(self, replay: Replay) -> int:
-        """Return how many messages of trained sequences the newest checkpoint covers. A restart needs none of them."""
+        """Return how many trained sequences have their message at or before `durable`. A restart needs none of these."""
         below = (name for name, position in self.positions.items() if position <= self.durable)
         return sum(replay.was_trained(*split_id(sequence_id)) for sequence_id in below)
 
@@ -162,7 +162,7 @@ class Audit:
 
 
 def audit_files(run_dir: Path) -> Audit:
-    """Audit the files alone. Raises `OSError` if an existing file cannot be read."""
+    """Audit the files alone. Raises `OSError` if the journal or metrics.jsonl exists but cannot be read."""
     findings, journal = Findings(), run_dir / JOURNAL
     audit = Audit(findings, read_history(journal, findings), Replay(findings))
     checkpoints = _read_checkpoints(run_dir / "checkpoints", findings)
@@ -470,13 +470,13 @@ def _streams(audit: Audit) -> Iterator[str]:
         return
     yield (
         f"  SEQUENCES holds {number(seen.messages)} messages, positions {number(seen.info.first_position)} to "
-        f"{number(seen.info.last_position)}; a checkpoint covers them up to {number(seen.durable)}"
+        f"{number(seen.info.last_position)}; a restart needs none up to {number(seen.durable)}"
     )
     unreadable = ", ".join(map(str, list(seen.unreadable)[:_OUTLIERS]))
     for count, what in [
         (seen.repeated, "of them repeat a sequence, which is trained only once"),
         (len(seen.unreadable), f"of them cannot be read: positions {unreadable}"),
-        (seen.trained_below(audit.replay), "of them belong to trained sequences, and the newest checkpoint covers them"),
+        (seen.trained_below(audit.replay), "of them belong to trained sequences, and a restart does not need them"),
         (seen.dead_letters, "prompt groups are in the dead-letter stream"),
         (len(audit.waiting), "sequences in flight will be published by the trainer, now or at its next start"),
     ]:

@@ -22,8 +22,8 @@ Event = dict[str, Any]
 
 class Journal(ExitStack):
     """Append events, as a context manager. After `flush`, they survive the death of this process; after `sync`, that of the
-    machine. `alone`: no other process may have the journal open. Raises `FieldError` if this rule is broken, or if it cannot be
-    enforced because the file system has no locks."""
+    machine. `alone`: lock out every other process. Raises `FieldError` if another process's lock prevents this, or, with
+    `alone`, if the file system has no locks."""
 
     def __init__(self, path: Path, *, alone: bool = False) -> None:
         super().__init__()

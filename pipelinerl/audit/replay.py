@@ -1,7 +1,7 @@
 """Replay a run's journal to find the events that still count, their totals, and every contradiction.
 
 Each restart undoes the events after the checkpoint from which it continues. A first pass over the file, `read_history`, finds
-the starts. A second pass, `events`, yields each event with the start that undid it, or None. `Replay` applies those with None.
+the starts. A second pass, `events`, yields each event with the start that undid it, if any. `Replay` applies the other events.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Check(StrEnum):
     EQUATION = "the trainer's counts at every step are those of the journal"
     VERSIONS = "every version was made once, in order"
     GROUPS = "group numbers have no gap, and each was reserved first"
-    POSITIONS = "positions in the log do not go back"
+    POSITIONS = "the position in SEQUENCES never goes back from one checkpoint to the next"
     CHECKPOINTS = "every checkpoint's ledger agrees with the journal"
     TOKENS = "every step trained the sampled tokens of all branches of its sequences"
-    SUMMARY = "summary.json has the same numbers"
-    UNKNOWN = "the log holds no sequence that was never issued"
+    SUMMARY = "summary.json has the numbers of the journal"
+    UNKNOWN = "SEQUENCES holds no sequence that was never issued"
     LOST = "every sequence in flight can be found"
 
 
@@ -238,7 +238,7 @@ class History:
         return next((start for start in self.starts if start.keep <= offset < start.offset), None)
 
     def counts(self, num_bytes: int) -> bool:
-        """Return whether the journal has `num_bytes` bytes and no start undid the last of them. True for 0 bytes."""
+        """Return whether the journal's first `num_bytes` bytes exist and no start undid the last of them. True for 0 bytes."""
         return num_bytes == 0 or (0 < num_bytes <= self.size and self.undone_by(num_bytes - 1) is None)
 
 
@@ -280,8 +280,8 @@ def read_history(path: Path, findings: Findings) -> History:
 
 
 def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[int, Event, Start | None]]:
-    """From the first start on, yield each event's offset, the event, and the start that undid it, or None. A line
-    before the first start is a finding. So is a line without an event that no start undid."""
+    """From the first start on, yield each event's offset, the event, and the start that undid it, or None. A line before the
+    first start is a finding. A later line without an event is a finding if no start undid it."""
     first = history.starts[0].offset if history.starts else history.size
     for offset, line in read_lines(path):
         if offset >= history.size:

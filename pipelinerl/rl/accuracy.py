@@ -1,7 +1,7 @@
 """Compute accuracy on held-out problems with one or more answers each: mean, pass@k and 95 % intervals.
 
 Intervals are Wilson's (1927), which also hold near 0 and 1. One trial is one problem, because answers to the same problem are
-not independent. With several answers per problem, intervals are conservative, because a share varies less than a single answer.
+not independent. With several answers per problem, intervals are wider than necessary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compute, for an autoscaler, how many actors would keep the trainer busy within the lag bound.
 
-**Consumption.** A step uses up x sequences (trained, dropped or failed) in s seconds, not counting its waits for sequences. The
-trainer could thus consume `C = x / s` sequences a second. C is the median over the last steps.
+**Consumption.** A step uses up x sequences (trained, dropped or failed) in s seconds, not counting its waits for sequences. C,
+the number of sequences that the trainer could consume in a second, is the median of x / s over the last steps.
 
 **Production.** A full actor finishes P sequences a second, measured while nearly all H slots are in use. While slots are empty,
 P is the last such value, or the actor's rate if that is higher. A lower rate only means that the lag bound gives the actor less

@@ -1,15 +1,15 @@
 """Decide how many prompt groups may be issued and which of their sequences may be trained on; compute advantages and lag.
 
 **The feeder's bound.** Every step consumes exactly K = B / n groups. A group is *lost* if none of its samples is trained on;
-then another group replaces it. Let N be the number of groups issued and not lost since the run's start. The bound counts
-groups, because a bound on sequences would loosen with every failed sample.
+then another group replaces it. Let N be the number of groups issued and not lost since the run's start, and v the oldest
+version that any actor serves.
 
 With max_lag, keep `N <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then at most
 number `(v + 1 + max_lag) * K` in order of issue. A trainer that consumes in that order uses it at version `v + max_lag` or
 before, so its tokens have lag <= max_lag. Groups finish out of order, so the trainer checks the lag of every sequence. A group
-that is too old is lost and leaves N, so the bound never starves the trainer. v is the oldest version that any actor serves.
+that is too old is lost and leaves N, so the bound never starves the trainer.
 
-In conventional mode, phase p covers versions pG .. pG + G - 1 and issues exactly G * K groups (B * G sequences).
+In conventional mode, phase p consists of versions pG .. pG + G - 1 and issues at most G * K groups (B * G sequences).
 
 **Freshness.** With the bound alone, actors that are faster than the trainer would fill a queue, and every sequence would become
 as old as the bound allows. Pipeline mode therefore limits the samples in flight. A sample is in flight from its issue until the
@@ -204,7 +204,7 @@ class Lineage:
         return Lineage((*self.starts, from_version))
 
     def reason_against(self, version: PolicyVersion, newest: int) -> StaleReason | None:
-        """Return why `version` does not exist: it is above `newest`, or a restart undid it. Return None if it exists."""
+        """Return why `version` does not exist, or None if it exists. `newest`: the running incarnation's newest version."""
         if not 1 <= version.incarnation <= self.incarnation or version.number < self.starts[version.incarnation - 1]:
             return StaleReason.UNKNOWN
         if version.incarnation == self.incarnation:
@@ -286,10 +286,9 @@ MOST_CUT, CUT_STEPS = 0.25, 10
 
 def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
     """Return the warning about a clip range that clips `share` of the tokens."""
-    cut = f"together with algorithm.clip_high ({algorithm.clip_high:g}) it clips {share:.0%} of the tokens, which then have no"
-    why = "gradient. A token's ratio is relative to the policy that sampled it, up to max_lag steps ago"
+    cut = f"together with algorithm.clip_high ({algorithm.clip_high:g}) it removes the gradient of {share:.0%} of the tokens"
     fix = "widen algorithm.clip_low and algorithm.clip_high, or lower algorithm.max_lag or trainer.learning_rate"
-    return FieldError("algorithm.clip_low", algorithm.clip_low, f"{cut} {why}; {fix}")
+    return FieldError("algorithm.clip_low", algorithm.clip_low, f"{cut}; {fix}")
 
 
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")

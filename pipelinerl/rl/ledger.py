@@ -171,8 +171,8 @@ class SequenceTracker:
         self.lost_groups += 1
 
     def arrive(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """Return the samples of the group that this sequence completes, by index, and close the failed ones; () if it completes
-        none. Raises `MessageError`, and changes nothing, if the sequence states another group size."""
+        """Add a sequence. If it completes its group, close the group's failed samples and return all samples in order; else
+        return (). Raises `MessageError`, and changes nothing, if the sequence states another group size."""
         group = self.open_groups.get(sequence.group_id)
         if group is None:
             return ()

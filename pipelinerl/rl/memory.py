@@ -24,7 +24,7 @@ UPDATE_GIB = 2.0
 QUANTISED_BYTES = 1
 """Bytes of a parameter in a quantised engine. Methods with fewer bits count the same: they leave some weights unquantised."""
 MOST_SNAPSHOTS = 3
-"""Snapshots of a trainer: one each for the served version, the version in transfer and the version that waits."""
+"""Snapshots of a trainer: one each for the served version, the version in transfer and the next one, which waits."""
 LOG_COPIES = 2
 """Further snapshots for the weight log: the version that it wrote last, and the one that it is writing."""
 MODEL_STATE_SHARE = 0.7
@@ -105,13 +105,13 @@ def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
 
 def update_bytes(kept: float = 0, layer: float = 0) -> float:
     """Return the bytes that a weight update needs on an accelerator in addition to the live weights. `kept`: bytes of new
-    weights that wait there for the swap. `layer`: bytes of the largest decoder layer, if weights are loaded during the pause.
-    vLLM then holds a layer twice: as received, and as it is being filled."""
+    weights that wait there for the swap. `layer`: bytes of the largest decoder layer, if the paused actor loads weights layer
+    by layer. vLLM then holds a layer twice: as received, and as it is being filled."""
     return kept + 2 * layer + UPDATE_GIB * GIB
 
 
 def loads_paused(recipe: Recipe) -> bool:
-    """Return whether actors load weights while paused. Quantised engines do: they keep no second instance of whole weights."""
+    """Return whether actors load new weights while paused, as quantised engines do for whole weights (not for adapters)."""
     return bool(recipe.actor.engine.quantization) and not sends_adapters(recipe)
 
 
@@ -128,7 +128,7 @@ def adapter_parameters(recipe: Recipe, model: Model) -> float:
 
 
 def sent_bytes(recipe: Recipe, model: Model) -> float:
-    """Return the bytes of a version as actors receive it: adapters or whole weights."""
+    """Return the bytes of a version, adapters or whole weights, in the model's dtype."""
     return adapter_parameters(recipe, model) * model.dtype_bytes if sends_adapters(recipe) else model.weights_bytes
 
 
@@ -192,8 +192,8 @@ def share_problem(recipe: Recipe, least: float, most: float, why: str = "") -> F
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 weights and gradients, two
-    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, only these have such states;
-    the model's weights are frozen and are also the reference."""
+    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, the model's weights are
+    frozen and need none of these; they are also the reference."""
     moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
     each = (model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments
     if recipe.trainer.lora is not None:
@@ -284,7 +284,7 @@ def memory_outline(recipe: Recipe, model: Model, memory_gib: float) -> list[tupl
 
 
 class Accelerator(NamedTuple):
-    """The data sheet of an accelerator. A plan needs `name`, `memory` and `bandwidth`, which some data sheets here lack."""
+    """The data sheet of an accelerator. A plan needs `name`, `memory` and `bandwidth`, which some entries lack."""
 
     devices: str
     """Regular expression for torch's whole name of the device, without the vendor."""

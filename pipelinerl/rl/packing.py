@@ -53,7 +53,7 @@ def pack(lengths: Sequence[int], budget: int) -> Bins:
 
 
 def plan_microbatches(lengths: Sequence[int], budget: int) -> Bins:
-    """Return as many micro-batches as `pack`, with tokens spread evenly if they still fit. Raises `FieldError` like `pack`."""
+    """Return as many micro-batches as `pack`. If possible, spread the tokens evenly. Raises `FieldError` like `pack`."""
     packed, tokens = pack(lengths, budget), [int(length) for length in lengths]
     even, left = _Planner(tokens, tokens, budget, len(packed)).spread(_falling(tokens, range(len(tokens))))
     return packed if left else even

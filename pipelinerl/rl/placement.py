@@ -1,7 +1,7 @@
 """Place a local run: decide which GPU each trainer rank and each actor gets, and what `auto` means on this machine.
 
-A GPU belongs to one process, unless a trainer rank and an actor share it. They do so on a single GPU, with `actor.colocate`,
-or if `--placement` says so. vLLM then gets the memory that the trainer and weight updates leave.
+A GPU belongs to one process, unless a trainer rank and an actor share it. They share a GPU if only one is free, with
+`actor.colocate`, or if `--placement` says so. vLLM then gets the memory that the trainer and weight updates leave.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Placement(BaseModel):
         return not set(self.trainer).isdisjoint(uuid for group in self.groups for uuid in group)
 
     def trainer_environment(self, inherited: Mapping[str, str], *, takes_turns: bool = False) -> dict[str, str]:
-        """Return the trainer's variables. On a shared GPU, torch's cache must leave the memory that an engine needs to start
-        again. `takes_turns`: after its turn, torch must give back all unused pages, even those between used ones."""
+        """Return the trainer's environment variables. On a shared GPU, they limit torch's memory. `takes_turns`: let
+        torch give back all unused pages after its turn, too, even those between used ones."""
         variables = self.environment(self.trainer)
         if self.trainer_share < 1:
             limit = f"per_process_memory_fraction:{self.trainer_share}"
@@ -80,7 +80,7 @@ class Placement(BaseModel):
         return variables
 
     def environment(self, group: Sequence[str]) -> dict[str, str]:
-        """Return the variables of a process that uses these GPUs."""
+        """Return the environment variables of a process that uses these GPUs."""
         # NCCL refuses two ranks on one GPU unless it is told to allow them.
         variables = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if self.is_shared else {}
         return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(group)}
@@ -97,8 +97,8 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None,
 
 def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tuple[Recipe, Placement]:
     """Return the recipe with numbers instead of `auto`, and the placement that they describe. The trainer chooses its GPUs
-    first, by NVLink and then by free memory. GPUs on which no actor fits are left out. `model`: None = its size is unknown, so
-    memory is not checked. Raises `FieldError` if no GPU can be used, or if the recipe's numbers or the model do not fit."""
+    first, by NVLink and then by free memory. `model`: None = its size is unknown, so memory is not checked. Raises `FieldError`
+    if no GPU can be used, or if the recipe's numbers or the model do not fit."""
     if not (able := [device for device in devices if device.computes_in(recipe.model.dtype)]):
         raise _cannot_compute(recipe, devices[0])
     free = [device for device in able if device.free_bytes >= FREE_SHARE * device.total_bytes]
@@ -220,8 +220,8 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
 
 
 def _most_ranks(recipe: Recipe, free: Sequence[Device], model: Model | None, limit: int) -> int:
-    """Return the largest multiple of `rank_unit` up to `limit` whose ranks can hold the trainer's weights and optimizer, else
-    the largest of all. `free` begins with the GPUs of the most free memory. MIG instances cannot form a group of ranks."""
+    """Return the largest multiple of `rank_unit` up to `limit` at which the ranks can hold weights and optimizer. If there is
+    none, return the largest multiple. `free` begins with the GPUs of the most free memory. MIG instances allow only 1."""
     if any(device.is_instance for device in free):
         return min(limit, 1)
     unit = rank_unit(recipe)

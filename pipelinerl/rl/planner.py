@@ -43,7 +43,7 @@ IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768,
 FASTEST_STEP_S = 2e-3
 """Shortest decode step that a data sheet predicts well. Engines add milliseconds to each step."""
 _MOST_SPLITS = 4096
-"""For each H, fewer than twice as many numbers of actors are tried."""
+"""For each H, at most about twice this many numbers of actors are tried."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
 """Maximum numbers of version spans and sequences in a simulation. Only a part of a larger system is simulated."""
 
@@ -199,8 +199,8 @@ def make_plan(
         _why_this_h(h, sequences_in_progress, most),
         f"{counted(h, 'sequence')}, each with {held:,.0f} tokens of prompt and unfinished completion on average, "
         f"take {kv_used_gib:.1f} of an actor's {machine.kv_gib:.1f} GiB of KV cache",
-        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; activations leave "
-        f"{machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB for it, so at least {counted(fewest, 'rank')} must share it",
+        f"each trainer rank holds {state_gib:.1f} GiB of weights, gradients and optimizer state; beside activations, "
+        f"it has room for {machine.memory_gib * MODEL_STATE_SHARE:.0f} GiB, so at least {counted(fewest, 'rank')} are needed",
         f"lag by the formula ⌈H I L / (L̄ B)⌉ is at most {chosen.largest_lag}; waiting for a group, for a batch and for each "
         f"weight update ({update_s:.2g} s) adds to it",
         *([f"unused: {counted(unused, 'accelerator')} of {num_accelerators:,}, because {takes} ranks"] if unused else []),
@@ -213,7 +213,7 @@ def make_plan(
 def possible_splits(
     recipe: Recipe, model: Model, machine: Machine, lengths: Lengths, num_accelerators: int, h: int | None
 ) -> list[Split]:
-    """Return the splits to try, with `h` sequences in progress; None = with all of `IN_PROGRESS` that fit."""
+    """Return the splits to try, with `h` sequences in progress; None = with each number in `IN_PROGRESS` that fits."""
     most = most_in_progress(recipe, model, machine, lengths)
     most_actors = (num_accelerators - fewest_together(recipe, model, machine.memory_gib)) // machine.per_actor
     workload, sent = (machine.decode, machine.training, lengths, recipe.trainer.batch_size), sent_bytes(recipe, model)
@@ -267,9 +267,12 @@ def _why_this_h(h: int, given: int | None, most: int) -> str:
     holds = f"the KV cache of an actor holds {counted(most, 'sequence')}"
     if given:
         return f"H = {h} was given; {holds}"
-    if h == max(one for one in IN_PROGRESS if one <= max(h, most)):
-        return f"H = {h}: a larger H would decode faster, but {holds}, fewer than the next larger H that was tried"
-    return f"H = {h}: a larger H would decode faster, but its sequences would be older when they are trained on"
+    larger = next((one for one in IN_PROGRESS if one > h), None)
+    if larger is None:
+        return f"H = {h} is the largest that was tried; {holds}"
+    if larger > most:
+        return f"H = {h}: {holds}, fewer than the next larger H that could be tried, {larger}"
+    return f"H = {h}: with a larger H, sequences would be older when they are trained on"
 
 
 def _warnings(recipe: Recipe, machine: Machine, chosen: Split, fewest: int, update_s: float) -> Iterator[str]:

@@ -108,7 +108,7 @@ def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: floa
 def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
     """Return an error if the recipe's lag limit is below `lag`, its largest lag; otherwise None. With such a limit, the feeder
     issues too few groups to fill the actors, and sequences are too old when their group is complete. A limit of the mean lag
-    has the same effects, because short samples wait for the longest one of their group."""
+    has the same effects."""
     max_lag = recipe.algorithm.max_lag
     if max_lag is None or lag <= max_lag:
         return None

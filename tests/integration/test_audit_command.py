@@ -85,7 +85,7 @@ async def test_a_run_that_goes_on_and_when_it_has_stopped(tmp_path: Path, audit:
         assert "unit: goes on, 1 start, version 1" in said
         counts = one.tracker.ledger.counts
         assert f"issued {counts['issued']} = trained 4 + dropped stale 0" in said
-        assert "SEQUENCES holds 6 messages, positions 1 to 6; a checkpoint covers them up to 4" in said
+        assert "SEQUENCES holds 6 messages, positions 1 to 6; a restart needs none up to 4" in said
         own = RunDir(folder, RUN).credentials
         login = ("--credentials", str(own.nats(ADMIN)), "--tls-dir", str(own.tls_dir))
         elsewhere = await told(audit, folder, "--nats", url, *login)
@@ -139,7 +139,7 @@ async def test_what_does_not_add_up_exits_1(tmp_path: Path, audit: Audit) -> Non
         await publish(bus, make_group(77), 0, VersionSpan(1, 0, 2, 1))  # type: ignore[arg-type]
         code, said = await audit(folder)
         assert code == 1
-        assert "FAILED  the log holds no sequence that was never issued: 1\n            g00000077.0" in said
+        assert "FAILED  SEQUENCES holds no sequence that was never issued: 1\n            g00000077.0" in said
     assert (await told(audit, folder))["ok"] is False
 
 

@@ -124,6 +124,11 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
     assert bound.played.stale_share <= 0.01
     assert bound.rate < free.rate
     assert any("algorithm.max_lag (3)" in reason for reason in bound.reasons)
+    narrow = make_plan(recipe_with(None), model, replace(machine, kv_gib=0.0015), lengths, 2)
+    assert narrow.reasons[1].endswith("holds 46 sequences, fewer than the next larger H that could be tried, 48")
+    wide = Machine("measured", 1, DecodeCurve(((1, 100.0), (2048, 102400.0))), 1 / 102400, 64.0, 1.0)
+    most = make_plan(recipe_with(None, 512), model, wide, Lengths.of_bars([(1, 4, 1.0)]), 2)
+    assert most.reasons[1].startswith("H = 1024 is the largest that was tried")
     told: list[str] = []
     fixed = make_plan(recipe_with(3), model, machine, lengths, 9, sequences_in_progress=16, tell=told.append)
     assert fixed.split.sequences_in_progress == 16
