@@ -271,7 +271,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666, durably: bool = False) -> None:
     """Replace a file atomically, so that a reader never sees half of it. `mode`: file mode before the umask. `durably`:
-    wait for the disk, so that the old or the new file also survives a crash."""
+    wait for the disk, so that the old or the new file is there after a crash of the machine."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:

@@ -143,7 +143,7 @@ class Audit:
     waiting: list[str] = field(default_factory=list)
     """Sequences in flight whose group the trainer will publish, either now or at its next start."""
     lost: list[str] = field(default_factory=list)
-    """Other sequences in flight that are neither on the streams nor in the newest checkpoint."""
+    """Sequences in flight, except `waiting`, that are neither on the streams nor in the newest checkpoint."""
 
     @property
     def ended(self) -> bool:

@@ -4,7 +4,7 @@
  * spans: [[version, start, end]], heldout, tokens: [text] | null, weights: [w | null] | null, num_tokens}; see docs/run-directory.md.
  * pipelinerl/page/data.py clips long completions with their tokens; num_tokens is the number before clipping. An episode has
  * branches: [{prompt, spans, parts, num_parts}]. A part is a turn or an observation: {role, start, end, text, finish_reason, tokens,
- * weights}. Its role and its tool calls are read from the special tokens in the text. */
+ * weights}. Special tokens in its text tell the roles of observed messages and a turn's tool calls. */
 "use strict";
 
 const PrlSamples = (() => {

@@ -186,7 +186,7 @@ def share_problem(recipe: Recipe, least: float, most: float, why: str = "") -> F
     if least <= (min(VLLM_SHARE, most) if given is None else given) <= most:
         return None
     fix = f"vLLM needs at least {least} for weights, overhead and the KV cache of a sequence of model.max_context tokens"
-    fix += f", and may have at most {most}{why}; use a value between these, or auto"
+    fix += f", and may have at most {most}{why}; use a value between these{', or auto' if least <= VLLM_SHARE else ''}"
     return FieldError("actor.engine.gpu_memory_utilization", given or "auto", fix)
 
 

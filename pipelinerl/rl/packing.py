@@ -141,10 +141,9 @@ def plan_step(
 ) -> StepPlan:
     """Plan micro-batches of at most `budget` tokens for sequences of `lengths` tokens. `outputs`: as in `CostModel.of`.
 
-    The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots, none of which is empty on all ranks. One rank gets the bins of
-    `plan_microbatches`. `prompts`: each sequence's prompt, which is part of its length. A micro-batch then computes a prompt
-    once for all its sequences with this prompt, except in attention. With several ranks, a plan is made for each divisor
-    in `PIECES`, and the cheapest is returned. Raises `FieldError` if one sequence alone exceeds the budget."""
+    The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots, none of which is empty on all ranks. `prompts`: each sequence's
+    prompt, which is part of its length. If it is given, sequences of one prompt can share the prompt's computation, and
+    several ranks get the cheapest plan of all divisors in `PIECES`. Raises `FieldError` if a sequence exceeds the budget."""
     tokens = [int(length) for length in lengths]
     costs = cost_model.of(lengths, outputs)
     if prompts is None:

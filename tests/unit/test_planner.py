@@ -124,7 +124,7 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
     assert bound.played.stale_share <= 0.01
     assert bound.rate < free.rate
     assert any("algorithm.max_lag (3)" in reason for reason in bound.reasons)
-    narrow = make_plan(recipe_with(None), model, replace(machine, kv_gib=0.0015), lengths, 2)
+    narrow = make_plan(recipe_with(None), model, replace(machine, training=1 / 3200, kv_gib=0.0015), lengths, 2)
     assert narrow.reasons[1].endswith("holds 46 sequences, fewer than the next larger H that could be tried, 48")
     wide = Machine("measured", 1, DecodeCurve(((1, 100.0), (2048, 102400.0))), 1 / 102400, 64.0, 1.0)
     most = make_plan(recipe_with(None, 512), model, wide, Lengths.of_bars([(1, 4, 1.0)]), 2)
