@@ -77,8 +77,8 @@ Reply = Messages | str | Done
 
 class Environment(Protocol):
     """Interface of the user's class in `task: {source: environment, name: "package.module:Class"}`. Its constructor takes
-    the entries of `task.config` as keywords. Both methods may be async. An attribute `tools` may list functions or OpenAI
-    schemas that the policy can call; the environment answers such calls itself."""
+    the entries of `task.config` as keyword arguments. Both methods may be async. An attribute `tools` may list functions or
+    OpenAI schemas that the policy can call; the environment answers such calls itself."""
 
     def start(self, row: Mapping[str, Any], seed: int) -> Start | Awaitable[Start]:
         """Return the first messages. `row`: the problem's row of `task.path`, or `{}` without a file."""

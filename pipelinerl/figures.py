@@ -198,7 +198,7 @@ ON_PAGE = tuple(figure.key for figure in FIGURES if figure.on_page)
 
 
 def no_events() -> dict[str, Any]:
-    """Return the values of figures of events for a step before which no event happened."""
+    """Return the values of the figures about events for a step without events since the previous step."""
     return {figure.key: figure.event() for figure in FIGURES if figure.event}
 
 

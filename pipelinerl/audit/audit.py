@@ -121,7 +121,7 @@ class StreamLook:
         self.positions.setdefault(sequence_id, position)
 
     def trained_below(self, replay: Replay) -> int:
-        """Return how many trained sequences have their message at or before `durable`. A restart needs none of these."""
+        """Return how many trained sequences have their message at or before `durable`, where no restart needs it."""
         below = (name for name, position in self.positions.items() if position <= self.durable)
         return sum(replay.was_trained(*split_id(sequence_id)) for sequence_id in below)
 

@@ -70,8 +70,8 @@ class Placement(BaseModel):
         return not set(self.trainer).isdisjoint(uuid for group in self.groups for uuid in group)
 
     def trainer_environment(self, inherited: Mapping[str, str], *, takes_turns: bool = False) -> dict[str, str]:
-        """Return the trainer's environment variables. On a shared GPU, they limit torch's memory. `takes_turns`: let
-        torch give back all unused pages after its turn, too, even those between used ones."""
+        """Return the trainer's environment variables. On a shared GPU, they limit torch's memory. `takes_turns`: they
+        also let torch give back all unused pages after its turn, even those between used pages."""
         variables = self.environment(self.trainer)
         if self.trainer_share < 1:
             limit = f"per_process_memory_fraction:{self.trainer_share}"
