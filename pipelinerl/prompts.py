@@ -75,7 +75,7 @@ def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
 class ControlTokens:
     """A tokenizer for prompts that lets no text become a control token. Control tokens are special tokens, added tokens with a
     `|`, and other added tokens that the chat template writes around a message (except `think` tags). In a tool's result, every
-    added token is a control token. `has_own_encoder`: another tokenizer encodes messages and reads no control tokens in them."""
+    added token is a control token. `has_own_encoder`: another tokenizer encodes messages and ignores control tokens in them."""
 
     def __init__(self, tokenizer: Any, *, has_own_encoder: bool = False) -> None:
         self._tokenizer = tokenizer
