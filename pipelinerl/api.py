@@ -125,7 +125,7 @@ def _scorer(reward: Reward, shipped: Path) -> str:
         if not file.endswith(".py"):
             return reward
         if not (path := Path(file).resolve()).is_file():
-            raise FieldError("reward", reward, f"there is no such file in {Path.cwd()}")
+            raise FieldError("reward", reward, f"there is no such file in {path.parent}")
         root = next(one for one in path.parents if not (one / "__init__.py").is_file())  # nearest folder that is not a package
         if root != Path.cwd():
             copy_modules(root, shipped)

@@ -286,9 +286,9 @@ MOST_CUT, CUT_STEPS = 0.25, 10
 
 def narrow_clip_range(algorithm: AlgorithmConfig, share: float) -> FieldError:
     """Return the warning about a clip range that clips `share` of the tokens."""
-    cut = f"together with algorithm.clip_high ({algorithm.clip_high:g}) it removes the gradient of {share:.0%} of the tokens"
+    cut = f"together with algorithm.clip_high ({algorithm.clip_high:g}) it clips {share:.0%} of the tokens, which then have no"
     fix = "widen algorithm.clip_low and algorithm.clip_high, or lower algorithm.max_lag or trainer.learning_rate"
-    return FieldError("algorithm.clip_low", algorithm.clip_low, f"{cut}; {fix}")
+    return FieldError("algorithm.clip_low", algorithm.clip_low, f"{cut} gradient; {fix}")
 
 
 LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")

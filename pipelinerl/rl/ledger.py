@@ -177,7 +177,7 @@ class SequenceTracker:
         if group is None:
             return ()
         if sequence.group_size != group.num_samples:
-            raise MessageError("Sequence", "group_size", f"{sequence.group_size}, issued with {group.num_samples}")
+            raise MessageError("Sequence", "group_size", f"{sequence.group_size}, but its group has {group.num_samples}")
         if sequence.sample_index in group.members:
             return ()
         group.members[sequence.sample_index] = sequence

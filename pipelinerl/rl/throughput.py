@@ -38,7 +38,7 @@ class DecodeCurve:
     def __post_init__(self) -> None:
         in_progress, rates = [h for h, _ in self.points], [rate for _, rate in self.points]
         if not self.points or min(*in_progress, *rates) <= 0 or sorted(set(in_progress)) != in_progress:
-            raise FieldError("decode", self.points, "give points (sequences in progress, tokens/s), above 0 and ascending")
+            raise FieldError("decode", self.points, "give (sequences in progress, tokens/s) above 0, fewest sequences first")
 
     def step_time(self, in_progress: Floats | float) -> Floats:
         """Return the time of one decode step of `in_progress` sequences, h / U(h)."""
@@ -69,7 +69,7 @@ class Lengths:
                 sums[tokens] = sums.get(tokens, 0.0) + weight / (last + 1 - first)
         kept = sorted((tokens, weight) for tokens, weight in sums.items() if weight)
         if not kept or kept[0][0] < 1 or not all(0 < weight < math.inf for _, weight in kept):
-            raise FieldError("lengths", dict(kept), "give at least one length above 0, each with a weight above 0")
+            raise FieldError("lengths", dict(kept), "give one or more lengths above 0, each with a weight above 0")
         shares = np.array([weight for _, weight in kept], dtype=float)
         return cls(np.array([tokens for tokens, _ in kept], dtype=np.int64), shares / shares.sum())
 

@@ -113,7 +113,7 @@ def test_the_last_member_completes_a_group_whose_failed_members_end() -> None:
     assert not tracker.arrive(first)
     assert not tracker.arrive(sample(1, 0, reward=9.0))  # a repeat changes nothing
     assert not tracker.arrive(sample(2, 0)), "never issued"
-    with pytest.raises(MessageError, match="group_size: 4, issued with 3"):
+    with pytest.raises(MessageError, match="group_size: 4, but its group has 3"):
         tracker.arrive(sample(1, 1, size=4))
     assert [one.sequence_id for one in tracker.missing("g00000001", "run", "lost")] == ["g00000001.1"]
     samples = tracker.arrive(sample(1, 1))
