@@ -102,7 +102,7 @@ def _some(ids: set[str] | frozenset[str]) -> str:
 
 @dataclass
 class StreamLook:
-    """Contents of the streams, with SEQUENCES as `info` describes it. A restart skips its positions up to `durable`."""
+    """Contents of the streams, with SEQUENCES as `info` describes it. A restart skips the positions up to `durable`."""
 
     info: StreamInfo
     durable: int
