@@ -105,10 +105,10 @@ async def service_bus(
 class Bus:
     """The streams of one run, opened by `connect`.
 
-    Every call ends within a bounded time. It raises `BusError` if the server does not answer or the stream is full; the caller
-    must then keep its message and try again. It raises `NotPermitted` if this user may not make the call. If messages have the
-    same `msg_id` within `duplicate_window_s`, only the first is stored. The iterators of `read_sequences` and `watch_...` need
-    an `async with` block. They wait without a time limit, and continue after a reconnection. Cancelling `anext` loses nothing.
+    A call raises `BusError` if the server does not answer in time or the stream is full; the caller must then keep its message
+    and try again. It raises `NotPermitted` if this user may not make the call. If two messages of a stream have the same
+    `msg_id` within `duplicate_window_s`, only the first is stored. The iterators of `read_sequences` and `watch_...` need an
+    `async with` block. They wait without a time limit, and continue after a reconnection. Cancelling `anext` loses nothing.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
@@ -118,7 +118,7 @@ class Bus:
 
     @property
     def max_payload_bytes(self) -> int:
-        """Maximum size of a message, including its headers. A message id takes up its own length and about 30 bytes more."""
+        """Maximum bytes of a message, including its headers. A message id takes up its own length and about 30 bytes more."""
         return self.connection.max_payload
 
     async def create_streams(self, *, fresh: bool = False) -> None:
@@ -144,8 +144,8 @@ class Bus:
             raise FieldError(
                 "run",
                 self.run,
-                f"{' and '.join(used)} on this NATS server hold messages of an earlier run of this name; give another run "
-                f"name, or delete that run's streams: {', '.join(subjects.every_stream)} (`nats stream rm NAME`)",
+                f"{' and '.join(used)} on this NATS server have held messages of an earlier run of this name; give another "
+                f"run name, or delete that run's streams: {', '.join(subjects.every_stream)} (`nats stream rm NAME`)",
             )
         for wanted in stream_configs(subjects, self.limits):
             assert wanted.name is not None
@@ -182,7 +182,7 @@ class Bus:
         return {(message.headers or {}).get(MSG_ID, ""): message.seq or 0 for message in found}
 
     async def prompts_info(self) -> StreamInfo:
-        """Return the queue's state. Groups below `first_position` were acknowledged or terminated."""
+        """Return the queue's state. Groups below `first_position` have left the queue."""
         return await stream_info(self.connection, self._subjects.prompts_stream)
 
     async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
@@ -254,7 +254,7 @@ class Bus:
         await self._store(self._subjects.member(actor), b"", {"KV-Operation": "DEL"})
 
     def watch_members(self) -> MemberWatch:
-        """Iterate over the present members, then over every renewal, removal and expiry. A removal is reported once."""
+        """Iterate over the registered members, then over every new registration, renewal, removal and expiry."""
         return MemberWatch(self.connection, self._subjects, self.limits.member_ttl_s)
 
     async def _store_once(self, stream: str, subject: str, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
@@ -298,8 +298,8 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfi
     """Return the configurations of PROMPTS, SEQUENCES, CONTROL and DEAD.
 
     PROMPTS is a work queue: an acknowledged message is removed. SEQUENCES keeps its messages until they are purged. CONTROL
-    keeps the last message of each subject. DEAD is for people to read. If it is full, its oldest message is dropped; any other
-    full stream refuses the next message. A full CONTROL still accepts a message no larger than the one that it replaces.
+    keeps the last message of each subject; if it is full, it accepts only messages no larger than those that they replace. DEAD
+    is for people to read; if it is full, its oldest message is dropped. A full PROMPTS or SEQUENCES refuses messages.
     """
     small = limits.max_bytes(1 / 16)
     common: dict[str, Any] = {"num_replicas": limits.replicas, "duplicate_window": limits.duplicate_window_s}

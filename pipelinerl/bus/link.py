@@ -1,8 +1,8 @@
 """A connection to NATS that reconnects and reports failures as `BusError`, and a base class for readers of stream messages.
 
-`Connection` adds three things to nats-py's client. A refusal by the server reaches the waiting task. A lost connection ends the
-open requests. Logins and certificates are read again for each connection. If one of these files is unreadable, the first
-connection fails; a later one uses the previous content and logs a warning. If TLS is configured, no login is sent without it.
+`Connection` extends nats-py's client. If the server refuses a request or the connection is lost, the request raises an error.
+Logins and certificates are read again for each connection. If one of these files is unreadable, the first connection fails, but
+a later one uses the previous content and logs a warning. If TLS is configured, no login is sent without it.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Connection(Client):
         self._urls, self._credentials, self._tls_dir = url.split(","), credentials, tls_dir
         self._login, self._context = read_login(credentials), tls_context(tls_dir)
         self.user = self._login.get("user", "")
-        """Name of the user; empty if a .creds file is used or no login is given."""
+        """Name of the user, from the login or the first URL; empty if neither has one."""
         with contextlib.suppress(ValueError):  # a malformed URL is reported when it is used
             self.user = self.user or urlsplit(self._urls[0]).username or ""
         self._requires_tls = tls_dir is not None or any(server.strip().lower().startswith("tls://") for server in self._urls)
@@ -216,7 +216,7 @@ class Connection(Client):
         return message
 
     async def ask(self, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """Return JetStream's answer. Raises the errors of `request`, and nats-py's `APIError` if the answer is an error."""
+        """Ask JetStream and return its answer. Raises the errors of `request`, and `APIError` if the answer is an error."""
         answer: dict[str, Any] = json.loads((await self.request(subject, payload, headers=headers)).data)
         if "error" in answer:
             raise nats.js.errors.APIError.from_error(answer["error"])

@@ -18,7 +18,7 @@ from pipelinerl.bus.protocol import ACTORS, FROM_ACTOR, FROM_TRAINER, TO_ONE_ACT
 from pipelinerl.errors import FieldError
 
 TRAINER, ACTOR, ADMIN = "trainer", "actor", "admin"
-"""NATS users: one of the trainer, one of all actors, and one for people, with full access. If several runs share a server, the
+"""NATS users: one for the trainer, one for all actors, one for people, with full access. If several runs share a server, the
 names of the first two begin with the run's name, as in `lr-1-trainer`."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _API = "$JS.API"
@@ -77,7 +77,7 @@ def _trainer(subjects: Subjects) -> list[str]:
 
 def _actor(subjects: Subjects) -> list[str]:
     """Return the subjects to which an actor publishes. It takes prompt groups, reads orders and the weight log, and publishes
-    sequences, answers, hand-overs and dead letters."""
+    its registration, sequences, answers, hand-overs and dead letters."""
     filled = (subjects.prompts_stream, subjects.sequences_stream, subjects.dead_stream)
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [
@@ -105,7 +105,7 @@ def _reading(*streams: str) -> list[str]:
 def main() -> int:
     """Print an `authorization` block for nats-server, with a placeholder for each password."""
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.bus.permissions", description=main.__doc__)
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="name of a run; if you give several, user names begin with it")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="name of a run; with several, users are RUN-trainer and so on")
     runs = parser.parse_args().runs
     try:
         passwords = {user: f"PASSWORD-OF-{user.upper()}" for user in permissions(*runs)}

@@ -17,8 +17,7 @@ _LEAST_BOUND_BYTES = 1024**2
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """Limits of a run's streams, fixed at their creation. Publishing to a full stream raises `BusError`. A full DEAD drops its
-    oldest message instead."""
+    """Limits of a run's streams. Publishing to a full stream raises `BusError`, but a full DEAD drops its oldest message."""
 
     prompts_max_messages: int = 100_000
     sequences_max_bytes: int = 8 * 1024**3
@@ -29,13 +28,13 @@ class StreamLimits:
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
-    """Maximum number of deliveries of a group. After that, an actor removes the group and publishes its samples as failed."""
+    """Number of deliveries of a group. An actor that receives it once more gives it up and publishes its samples as failed."""
     member_ttl_s: float = 10.0
     replicas: int = 1
 
     def max_bytes(self, share: float) -> int:
-        """Return the size limit of a stream, as a `share` of the limit of SEQUENCES. The shares of all other streams add up to
-        less than a third. A volume of 4/3 of that limit therefore holds all streams except the weight log."""
+        """Return `share` of the size limit of SEQUENCES, in bytes, but at least 1 MiB. All shares in use add up to less than
+        1/3, so a volume of 4/3 of the limit of SEQUENCES holds all streams except the weight log."""
         return max(_LEAST_BOUND_BYTES, int(share * self.sequences_max_bytes))
 
 
@@ -74,7 +73,7 @@ class ControlMessage:
 
 @dataclass(frozen=True)
 class MemberEvent:
-    """A change of a member's registration. If `payload` is None, it was removed or has expired; else it was made or renewed."""
+    """A change of a member's registration. `payload`: the new content; None if the registration was removed or has expired."""
 
     actor: str
     payload: bytes | None
@@ -148,8 +147,8 @@ def watched(kinds: Sequence[str], actor: str) -> list[tuple[str, str]]:
 
 
 def check_control(kind: str, actor: str) -> None:
-    """Raise `FieldError` unless `kind` is known and fits `actor`: the sender of an answer, or the receiver of an order (empty =
-    all actors)."""
+    """Raise `FieldError` if `kind` is unknown or does not fit `actor`. An answer needs its sender as `actor`. An order may
+    have a receiver if its kind is in `TO_ONE_ACTOR`."""
     if kind not in FROM_TRAINER + FROM_ACTOR:
         raise FieldError("kind", kind, f"use one of {', '.join(FROM_TRAINER + FROM_ACTOR)}")
     if kind in FROM_ACTOR or (actor and kind in TO_ONE_ACTOR):

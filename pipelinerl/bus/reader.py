@@ -45,8 +45,8 @@ async def stream_info(connection: Connection, stream: str) -> StreamInfo:
 
 
 async def stored_messages(connection: Connection, stream: str, subject: str) -> list[RawStreamMsg]:
-    """Return the messages of `subject` in order. Each costs a round trip, because a work queue allows no second consumer. A
-    message that is removed or added during the call may be missing. Raises `BusError`."""
+    """Return the messages of `subject` in order. Each is requested separately, because PROMPTS, a work queue, allows no second
+    consumer. A message that is removed or added during the call may be missing. Raises `BusError`."""
     info = await stream_info(connection, stream)
     first, end = info.first_position, info.last_position + 1
     size = max(1, math.ceil((end - first) / _WALKS))
@@ -102,9 +102,9 @@ _PULL_ENDED = ("408", "409")
 
 
 class OrderedReader(Puller, Generic[_Item]):
-    """Async iterator over the messages of one stream, without gaps, each converted by `convert`. Use it in an `async with`
-    block. At the end of the stream, it waits for new messages. Cancelling `anext` loses no message. Raises `BusError` if the
-    stream is missing, or if the server does not answer at the start of the block; `NotPermitted` if this user may not read."""
+    """Async iterator over the messages of one stream, in order. `convert` makes an item of each message. Use the iterator in an
+    `async with` block. At the stream's end, it waits for new messages. Cancelling `anext` loses none. Raises `BusError` if the
+    stream is missing, or the server does not answer at the start of the block; `NotPermitted` if this user may not read."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class OrderedReader(Puller, Generic[_Item]):
         read_ahead: int = BATCH,
     ) -> None:
         """With `from_position` 0, read the last message of each subject, then every new one. `read_ahead`: maximum number of
-        messages to hold."""
+        messages to buffer."""
         super().__init__(connection, stream)
         self._read_ahead = read_ahead
         self._convert, self._subjects, self._next_position = convert, subjects, from_position
@@ -346,8 +346,8 @@ class PromptDelivery:
 class PromptQueue(Puller):
     """Take prompt groups from PROMPTS, one at a time, through the consumer that all actors share.
 
-    `next` requests one message from the server. If the call is cancelled, its request stays open and serves the next call. So
-    no group is lost, and no second one is taken.
+    `next` requests one message from the server. If the call is cancelled, its request stays open, and the next call gets the
+    group.
     """
 
     def __init__(self, connection: Connection, stream: str) -> None:

@@ -22,7 +22,7 @@ _ALLOWED = "(also if a policy of your own already allows this)"
 
 
 def problems(values: Values, recipe: Recipe) -> list[FieldError]:
-    """Return an error for each value that Kubernetes would refuse, or with which the run could not work. Pure."""
+    """Return the errors found: values that Kubernetes would refuse, or with which the run could not work. Pure."""
     return [*_limits(values, values.get("defaultLimits") or {}), *_numbers(values, recipe), *_blocked(values, recipe)]
 
 
@@ -56,7 +56,7 @@ def _numbers(values: Values, recipe: Recipe) -> Iterator[FieldError]:
     size, most = nats["persistence"]["size"], nats["sequencesMaxGib"]
     log = nats["weightsMaxGib"] if recipe.weights.log_place == NATS else 0
     if nats["enabled"] and quantity(size) * Decimal("0.75") < quantity(f"{most}Gi") + quantity(f"{log}Gi"):
-        beside = f" with nats.weightsMaxGib = {log}" if log else ""
+        beside = f", together with nats.weightsMaxGib = {log}," if log else ""
         fix = f"is{beside} more than three quarters of nats.persistence.size = {size}; enlarge the volume, or lower this"
         yield FieldError("nats.sequencesMaxGib", most, fix)
     rolling = (actor["strategy"].get("rollingUpdate") or {}) if actor["strategy"]["type"] == "RollingUpdate" else {}
@@ -68,7 +68,7 @@ def _numbers(values: Values, recipe: Recipe) -> Iterator[FieldError]:
     actors, each = max(1, expected) if actors is None else actors, verifier["maxEpisodes"]
     wanted = max([actors * recipe.actor.samples_in_progress(one.task) for one in recipe.episodic_tasks.values()], default=0)
     if pods is not None and pods * each < wanted:
-        fix = f"in each of {pods} pods is less than the {wanted} episodes that the actors keep in progress; raise it or the"
+        fix = f"gives {pods * each} in {pods} pods, but actors keep {wanted} episodes in progress; raise it or the"
         yield FieldError("verifier.maxEpisodes", each, f"{fix} number of pods, or set recipe.set.actor.episodes_in_progress")
     if not trainer["enabled"]:
         return

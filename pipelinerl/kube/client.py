@@ -1,8 +1,8 @@
 """Calls to the Kubernetes API through the official asyncio client, with bounded times and one typed error.
 
 `KubeClient` has the rights of a pod's ServiceAccount, `PersonClient` those of a person's kubeconfig. The chart's Role grants
-exactly `TRAINER` and one of `COMPLETION`. The library reads the pod's token again every minute, and this client also does so
-if the API refuses the token. Other failed calls are repeated only if the client was opened with `insists`.
+exactly `TRAINER` and one entry of `COMPLETION`. The library reads the pod's token again every minute. If the API refuses the
+token, this client reads it and repeats the call once. It repeats calls after other errors only if opened with `insists`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SCALE_TRAINER = Permission("statefulsets/scale", "patch", "apps", "patch_namespa
 TRAINER = frozenset({LIST_PODS, WATCH_PODS})
 """Permissions of the trainer, the only service with a token."""
 KEEP = (PATCH_CONFIG, COUNT_ACTORS, SCALE_ACTORS)
-"""Permissions for every value of `on_completion`, since an earlier end of the run may have scaled its actors to zero."""
+"""Permissions for every value of `on_completion`. A trainer that continues a finished run scales the actors up again."""
 COMPLETION = {"keep": KEEP, "release": (*KEEP, PATCH_REPORT, SCALE_TRAINER), "exit": (*KEEP, SCALE_TRAINER)}
 """Further permissions by `on_completion`, each for a single object of the trainer's release."""
 ASK_RIGHTS = Permission("selfsubjectaccessreviews", "create", "authorization.k8s.io", "create_self_subject_access_review")
@@ -70,7 +70,7 @@ _GROUPS = {"": "CoreV1Api", "apps": "AppsV1Api", "batch": "BatchV1Api", ASK_RIGH
 _CHUNK_BYTES = 64 * 1024
 _MOST_ERROR_BYTES = 2000
 _DATA = 0
-"""Channel of a port. The first message of each channel repeats the port's number."""
+"""Channel with the port's data. The first message of each channel repeats the port's number."""
 
 
 class KubeError(PipelineRLError):
@@ -108,7 +108,7 @@ DETAIL_CHARACTERS = 300
 
 class KubeClient:
     """Access to one namespace with the rights of the pod's ServiceAccount, whose folder has `token` and `ca.crt`. A context
-    manager, which closes its connections. Calls raise `KubeError`. With `insists`, all but watches are repeated instead."""
+    manager, which closes its connections. A failed call raises `KubeError` or, with `insists`, is repeated, except watches."""
 
     def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S, insists: bool = False) -> None:
         self.namespace = namespace
@@ -128,7 +128,7 @@ class KubeClient:
         return (await self.call(PATCH_CONFIG, name=name, body={"data": {**data}})).get("data") or {}
 
     async def scale(self, permission: Permission, name: str, replicas: int | None = None) -> int:
-        """Scale the object `name` to `replicas`, or only read its scale if that is None. Return its replicas."""
+        """Scale the object `name` to `replicas`; None = only read its scale. Return its number of replicas."""
         body = {} if replicas is None else {"body": {"spec": {"replicas": replicas}}}
         return int((await self.call(permission, name=name, **body))["spec"].get("replicas", 0))  # the API leaves a zero out
 
@@ -140,14 +140,14 @@ class KubeClient:
         return bool(((await self.call(ASK_RIGHTS, body=body)).get("status") or {}).get("allowed"))
 
     async def items(self, permission: Permission, selector: str) -> list[Object]:
-        """Return the objects that this permission lists."""
+        """Return the objects of the permission's kind that match `selector`."""
         return (await self.call(permission, label_selector=selector)).get("items") or []
 
     async def watch_pods(self, selector: str, resource_version: str) -> ClientResponse:
         """Return the open response of a watch, with one change after `resource_version` in each line. The caller closes it."""
         options = {"label_selector": selector, "resource_version": resource_version, "watch": True, "timeout_seconds": WATCH_S}
         with as_kube_error(WATCH_PODS):
-            async with asyncio.timeout(self._request_s):  # a dead connection ends when the watch should have ended
+            async with asyncio.timeout(self._request_s):  # the library's own limit ends a watch on a dead connection
                 return await self._respond(WATCH_PODS, **options, _request_timeout=WATCH_S + self._request_s)
 
     async def _load_account(self, configuration: Any) -> None:
@@ -218,7 +218,7 @@ class PersonClient(KubeClient):
         await load_kube_config(context=self.context or None, client_configuration=configuration)
 
     async def delete(self, listing: Permission, selector: str) -> None:
-        """Delete each object that `listing` finds, and then what depends on it. A volume goes when no pod uses it any more."""
+        """Delete each object that `listing` finds. Kubernetes then deletes its dependents, and a claim once no pod uses it."""
         deletion = replace(listing, verb="delete", method=listing.method.replace("list", "delete", 1))
         for item in await self.items(listing, selector):
             await self.call(deletion, name=name_of(item), propagation_policy="Background")
@@ -248,8 +248,8 @@ class PersonClient(KubeClient):
 
     @asynccontextmanager
     async def forwarded(self, pod: str, port: int, refused: list[KubeError]) -> AsyncIterator[str]:
-        """Listen on a socket that only this user can reach, and yield its address for gRPC. Each connection leads to a port of
-        the pod with this name at that time. Refusals are appended to `refused`."""
+        """Listen on a socket that only this user can reach, and yield its address for gRPC. Each connection leads to `port`
+        of the pod that has this name at that time. Refusals are appended to `refused`."""
 
         async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:

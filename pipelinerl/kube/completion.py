@@ -2,11 +2,11 @@
 
 Others read the state in a ConfigMap of the release: `data.phase` is `Running`, `Finished` or `Failed`, and other keys show the
 progress. At the end, unless all pods are kept, the actors are scaled to zero first and the trainer last. The ConfigMap keeps
-the number of actors, so that the run can continue. Scaling through the subresource leaves no field manager, so a later upgrade
-has no conflict.
+the number of actors, so that the run can continue. Scaling uses the subresource `scale`, so that a later upgrade by Helm has no
+conflict.
 
-A trainer that restarts in the middle does everything again. Calls are repeated until the API accepts them. There are two
-exceptions: progress during the run is sent only once, and a failure is repeated for at most `FAILURE_TOLD_WITHIN_S`.
+A trainer that restarts in the middle does everything again. Failed calls are repeated until the API accepts them. But
+`publish_progress` repeats none, and `failure_told` gives up after `FAILURE_TOLD_WITHIN_S`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPORT = "report.html.gz"
 MOST_REPORT_BYTES = 1_000_000
 """Maximum size of the compressed report. A Secret holds 1 MiB, including keys and encoding."""
 SEEN_WITHIN_S = 30.0
-"""Seconds that the trainer stays after the end, so that alerts and open pages notice it."""
+"""Seconds that the trainer stays after the run's end, so that alerts and open pages show the end."""
 FAILURE_TOLD_WITHIN_S = 30.0
 _MOST_REASON = 2000
 PROGRESS_EVERY_S = 30.0
@@ -87,7 +87,7 @@ async def complete(
 
 @asynccontextmanager
 async def failure_told(settings: TrainerSettings) -> AsyncIterator[None]:
-    """If a user's mistake ends the block, publish that the run failed, because a restarted trainer would fail again."""
+    """If a `UserError` ends the block, publish that the run failed. After other errors, a restarted trainer may succeed."""
     try:
         yield
     except Exception as error:

@@ -2,8 +2,8 @@
 
     python -m pipelinerl.kube.page --trainer HOST:PORT --report FILE --names runs.example.com
 
-The server holds no credentials and mounts no volume of the run. So visitors can reach nothing of the trainer except its page.
-Neither this server nor the trainer's page authenticates visitors. The Ingress must do that.
+The server passes on only requests for the page, so visitors can reach nothing else of the trainer. It holds no credentials and
+mounts no volume of the run. Neither this server nor the trainer's page authenticates visitors. The Ingress must do that.
 """
 
 from __future__ import annotations

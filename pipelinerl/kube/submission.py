@@ -49,8 +49,8 @@ _GRPC_PORT = 50051
 
 
 class Release:
-    """A release, whose name is also that of its run, with its display and the commands that a person may need. `left`: what an
-    interruption of this process leaves behind."""
+    """A release, with its display and the commands that a person may need. `left`: what an interruption of this process leaves
+    behind."""
 
     def __init__(self, name: str, client: PersonClient, output: Path | None = None, steps: int = 0) -> None:
         self.name, self.client, self.left = name, client, "nothing was installed"
@@ -202,7 +202,7 @@ def failure_of(data: Mapping[str, str], trainer: Object | None) -> str | None:
 @dataclass
 class Look:
     """A release at one moment. `prefix` begins the names of its objects; `data`: the state of its run; `uid`: identifies this
-    installation and its run's version, because fetched files are compared by size, and later weights have the same size."""
+    installation and its run's version. A fetch continues files of the same `uid` only."""
 
     prefix: str
     data: Mapping[str, str]
@@ -352,23 +352,23 @@ async def _fetch_all(release: Release, seen: Look, folder: Path) -> None:
 
 
 def check_folder(folder: Path, installation: str = "") -> None:
-    """Raise `FieldError` if the folder has files of anything else than an interrupted fetch of this installation."""
+    """Raise `FieldError` if the folder has files, unless an interrupted fetch of this installation wrote them."""
     mark = folder / _MARK
     is_own = installation and mark.is_file() and mark.read_text() == installation
     if folder.exists() and not is_own and (not folder.is_dir() or any(folder.iterdir())):
-        raise FieldError("--output", str(folder), "has files of another run; give another folder, or --release another name")
+        raise FieldError("--output", str(folder), "has files of another run; give another folder, or another --release")
 
 
 def files_of(listed: bytes, folder: Path) -> dict[str, tuple[int, Path]]:
     """Return the size and the target of each listed file that is fetched. Raises `ServiceError` if the list cannot be parsed,
-    or if a name leads out of the folder or through a symbolic link."""
+    or if a name leads out of `folder` or through a symbolic link in it."""
     files = {}
     try:
         for size, name in (line.split(" ", 1) for line in listed.decode().splitlines()):
             if name.partition("/")[0] in FILES:
                 files[name], path = (int(size), folder / name), PurePosixPath(name)
-                if ".." in path.parts or "\0" in name or any((folder / at).is_symlink() for at in (path, *path.parents)):
+                if ".." in path.parts or "\0" in name or any((folder / at).is_symlink() for at in (path, *path.parents[:-1])):
                     raise ServiceError(f"the trainer's pod lists the file {name!r}, which has no place in {folder}")
     except ValueError as error:
-        raise ServiceError(f"the trainer's pod lists no files: {error}") from error
+        raise ServiceError(f"cannot read the list of files in the trainer's pod: {error}") from error
     return files

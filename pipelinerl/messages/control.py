@@ -19,7 +19,7 @@ Control = Order | pb.Registration | pb.EpochJoined | pb.Staged | pb.Serving
 _Control = TypeVar("_Control", bound=Control)
 
 _MAX_RANKS = 1023
-"""Maximum number of ranks of one actor. It keeps a corrupt number from allocating memory for millions of ranks."""
+"""Maximum number of ranks of one actor. The limit keeps a corrupt number from allocating memory for millions of ranks."""
 _REQUIRED = {
     *("actor", "process", "grpc_address", "store_address", "manifest_id", "place"),
     *("incarnation", "ranks", "first_rank", "world_size", "deadline_s"),
@@ -46,7 +46,7 @@ def _check_fields(message: Control | pb.EpochMember, kind: str, prefix: str = ""
     for field in message.DESCRIPTOR.fields:
         name, value = field.name, getattr(message, field.name)
         if name in _REQUIRED and not value and (kind, name) not in _MAY_BE_EMPTY:
-            problem = "is 0: no deadline can be met" if name == "deadline_s" else f"is {value}"
+            problem = "is 0; it must be greater" if name == "deadline_s" else f"is {value}"
             raise MessageError(kind, prefix + name, "is empty" if value == "" else problem)
         if name in _CHOICES and value not in _CHOICES[name]:
             raise MessageError(kind, prefix + name, f"{value!r} is not one of {', '.join(map(repr, _CHOICES[name]))}")

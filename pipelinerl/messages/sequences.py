@@ -1,7 +1,7 @@
 """Prompt groups, sequences and dead letters: the messages on a run's streams, apart from control messages.
 
-Messages are checked when they are encoded and when they are decoded. The check at encoding lets an actor publish an invalid
-sequence as a failure with its reason. A `MessageError` names the message, the field and the problem. The trainer, not this
+Messages are checked when they are encoded and when they are decoded. A `MessageError` names the message, the field and the
+problem. If the check at encoding fails, an actor publishes the sequence as a failure with this error. The trainer, not this
 module, checks whether a version exists or a group was issued. Arrays of a decoded message are read-only views of its bytes.
 """
 
@@ -68,7 +68,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Turn:
-    """Completion tokens [start, end) that the policy sampled in one turn. `finish_reason` is None if it was interrupted."""
+    """Completion tokens [start, end) that the policy sampled in one turn. `finish_reason`: None = interrupted."""
 
     start: int
     end: int
@@ -111,8 +111,8 @@ class Branch(Completion):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
-    """Tokens of one sample that an actor had generated when it left. For an episode, `branches` hold all tokens. Their turns
-    are used again if the environment repeats its requests."""
+    """Tokens of one sample that its actor hands over. For an episode, `branches` hold all tokens. Their turns are used again if
+    the environment repeats its requests."""
 
     sample_index: int
     generation_s: float = 0.0
@@ -204,9 +204,9 @@ class Sequence(Branch):
 
 
 EMPTY_COMPLETION = "empty_completion"
-"""Failure that the policy causes. A held-out answer that fails in this way counts as wrong."""
+"""Failure of a sequence whose policy sampled no token. A held-out answer that fails in this way counts as wrong."""
 MAX_SAMPLES = 65_536
-"""Maximum number of samples of one group. It keeps a corrupt number from creating billions of samples."""
+"""Maximum number of samples of one group. The limit keeps a corrupt number from creating billions of samples."""
 _GROUP, _SEQUENCE = "PromptGroup", "Sequence"
 FINISH_REASON_TO_PROTO = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -235,7 +235,7 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
 
 
 def remains_of_sequence(data: bytes, *, run: str) -> tuple[str, bytes]:
-    """Return id and group token of a sequence that `decode_sequence` refuses; empty unless it parses and belongs to `run`."""
+    """Return id and group token of a sequence that `decode_sequence` refuses; empty if unreadable or of another run."""
     try:
         message = parse(pb.Sequence(), data, _SEQUENCE)
     except MessageError:
@@ -258,8 +258,8 @@ def decode_group(data: bytes, *, expected_run: str = "") -> PromptGroup:
 
 
 def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
-    """Return a group that `decode_group` refuses, without its prompt, to record that its samples failed. Return None if the
-    message does not identify a group of `run`."""
+    """Return a group that `decode_group` refuses, without prompt and partials, to publish its samples as failed. Return None if
+    the message does not identify a group of `run`."""
     try:
         message = parse(pb.PromptGroup(), data, _GROUP)
     except MessageError:

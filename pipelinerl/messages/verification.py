@@ -34,7 +34,7 @@ _AWAY = (
     grpc.StatusCode.CANCELLED,  # sent by a server that is stopping
 )
 _DOUBTFUL = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""Statuses that may mean a broken connection or a verifier's defect. A call that ends with one is retried only a few times."""
+"""Statuses that may mean a broken connection or a verifier's defect. A batch fails after `MOST_DOUBTFUL_TRIES` such answers."""
 MOST_DOUBTFUL_TRIES = 3
 FAILURE_CODES = tuple(code.name for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -49,7 +49,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 
 def item_of(sequence: Sequence, max_tokens: int, traceparent: str = "") -> pb.VerifyItem:
-    """Return the item with which the verifier scores a sequence. `max_tokens`: limit of its completion."""
+    """Return the item with which the verifier scores a sequence. `max_tokens`: limit of the sequence's completion."""
     return pb.VerifyItem(
         sequence_id=sequence.sequence_id,
         task=sequence.task,
@@ -85,7 +85,7 @@ class VerifierAway(ServiceError):
 
 
 class VerifierClient:
-    """Client of the verifier at `target` (`host:port`), an async context manager. If the name has several addresses, they are
+    """Client of the verifier at `target` (`host:port`), an async context manager. If the host has several addresses, they are
     used in turn. Any number of calls may run at once."""
 
     def __init__(
@@ -106,8 +106,8 @@ class VerifierClient:
 
     async def verify(self, items: list[pb.VerifyItem]) -> list[pb.VerifyResult]:
         """Return one result per item, in order. A reward is within ±`MOST_REWARD`, and 0 unless the result's status is OK. Wait
-        without limit while the verifier is unreachable, full or late. Raises `ServiceError` if the items are too large or the
-        verifier refuses the call, `MessageError` if the answer does not match the items."""
+        without limit while the verifier is unreachable, full or late. Raises `ServiceError` if the items are too large, or the
+        verifier refuses the call or keeps failing, `MessageError` if the answer does not match the items."""
         if not items:
             return []
         request = pb.VerifyRequest(items=items)
@@ -159,8 +159,8 @@ class VerifierClient:
     def _tries(self) -> Iterator[verifier_pb2_grpc.VerifierServiceStub]:
         """Yield the stub for one call, and call `on_failed_try` if the call fails.
 
-        A channel keeps the certificates that it was opened with. If the server was unreachable and the certificates were
-        renewed, later calls therefore use another channel. The old one is not closed, because that would cancel its calls.
+        A channel keeps the certificates with which it was opened. If the server is unreachable and the certificates have been
+        renewed, later calls use a new channel. The old channel is not closed, because that would cancel its other calls.
         """
         channel = self._channel
         try:

@@ -35,8 +35,8 @@ _DIGEST_BYTES = 7
 def checksum(chunk: Tensor) -> int:
     """Return a 56-bit checksum of a contiguous uint8 tensor: XXH3 in host memory, else `device_checksum`. Releases the GIL.
 
-    The two give different numbers, so both ends of a group must hold its chunks on the same kind of device. XXH3 is much faster
-    in host memory, but every byte on a device would first have to be copied to the host.
+    The two give different numbers, so both ends of a group must hold its chunks on the same kind of device. XXH3 is much
+    faster, but runs only on bytes in host memory.
     """
     if chunk.device.type != "cpu":
         return device_checksum(chunk)

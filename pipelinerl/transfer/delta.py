@@ -1,7 +1,7 @@
 """Objects of the weight log as bytes: anchors, which are safetensors files, and lossless deltas from one version to another.
 
-Manifest and version determine an anchor's header, so a reader only compares it. A delta has a header, then one record per
-chunk of the manifest. A record begins with the number of bytes that follow, 0 if the chunk is unchanged. Next are the numbers
+An anchor's header follows from manifest and version; a reader compares it. A delta has a header, then one record per chunk
+of the manifest. A record begins with the number of bytes that follow, 0 if the chunk is unchanged. Next are the numbers
 of words and gap bytes in its block, and the block, compressed by zstd. A word has 2 bytes in a chunk with a 16-bit tensor, else
 4. The block holds the gaps before the changed words, then the XOR of each word's old and new value: first the lowest bytes of
 all words, then the next. A gap of n words has n // 255 bytes of 255, then one byte n % 255. If over a quarter of the words
@@ -108,8 +108,8 @@ def encode_delta(
 def decode_delta(
     manifest: Manifest, before: PolicyVersion, after: PolicyVersion, data: Bytes, into: Bytes, name: str
 ) -> Iterator[None]:
-    """Change the stream `into` from version `before` to `after`, one chunk per step. Raises `LogDamaged`; the stream then mixes
-    both versions."""
+    """Change the stream `into` from version `before` to `after`, one chunk per step. Raises `LogDamaged`; the stream may then
+    mix both versions."""
     expected = (_MAGIC, manifest.manifest_id.encode(), after.incarnation, before.number, after.number)
     if len(data) < _HEADER.size:
         raise LogDamaged(name, "header", f"is cut off after {len(data)} bytes")

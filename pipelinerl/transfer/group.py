@@ -72,7 +72,7 @@ class Placement:
             callers.wait_stream(self.stream)
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself from host memory, or a copy from a device after the work that is queued on the stream."""
+        """Return the tensor itself if it is in host memory, otherwise a copy made after the work queued on the stream."""
         with self.scope():
             return tensor.cpu()
 
@@ -140,7 +140,7 @@ class NcclTransport:
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
         """Broadcast `tensor` and wait until the device has sent or filled it. Raises TimeoutError, TransferAborted or NCCL's
-        RuntimeError, and first closes the communicator, so that its kernel writes no more to the tensor's memory."""
+        RuntimeError. An error closes the communicator, so that its kernel writes no more to the tensor's memory."""
         began_at, options = time.monotonic(), BroadcastOptions()
         options.rootRank = 0
         try:
@@ -204,7 +204,7 @@ _OUTCOME, _VOID = "outcome", "void"
 _MEETING_LOOK_S = 0.1
 """Interval at which a waiting rank checks whether the meeting was given up."""
 _LET_GO_S = 0.5
-"""Seconds that `connect` waits for the meeting's end after the deadline or after giving up."""
+"""Interval, in seconds, at which `connect` checks whether the meeting was given up or is late."""
 
 
 class GroupStore:
@@ -278,11 +278,11 @@ class WeightGroup:
                 if stop.is_set():
                     raise TransferAborted(f"forming {spec.name} was abandoned")
                 raise DeadlineExceeded(spec.name, "an answer from the store", timeout_s)
-            is_late = time.monotonic() >= deadline  # wait once more: after a pause, `join` needs time to name missing ranks
+            is_late = time.monotonic() >= deadline  # then wait once more, so that `join` can name missing ranks
         return meeting.result()
 
     def first_chunk(self, content: str) -> int:
-        """Return the index of the first chunk that at least one receiver lacks. `content`: the version's, as in `Kept`."""
+        """Return the index of the first chunk to send. All receivers keep the earlier ones of version `content`."""
         return self.spec.kept.num_chunks if self.spec.kept.content == content else 0
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:

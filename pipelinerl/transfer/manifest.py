@@ -45,7 +45,7 @@ class DeadlineExceeded(GroupFailed):
 
 
 class TransferAborted(TransferError):
-    """This side gave up the transfer on request."""
+    """This side or rank 0 gave up the transfer."""
 
 
 class Kept(NamedTuple):
@@ -138,7 +138,7 @@ class Manifest:
         return hashlib.blake2b(content, digest_size=8, key=FORMAT).hexdigest()
 
     def content(self, version: PolicyVersion) -> str:
-        """Return a name for the bytes of `version`. Ranks compare it to learn whether their kept chunks belong together."""
+        """Return a name for the bytes of `version`. Chunks that ranks keep under the same name have the same bytes."""
         return f"{version}/{self.manifest_id}"
 
     def sent_dtype(self, spec: ParameterSpec) -> str:

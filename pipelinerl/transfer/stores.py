@@ -1,8 +1,8 @@
 """Stores of the weight log: JetStream's object store ("nats"), or any store that pyarrow opens by a URL.
 
-An object appears under its key, such as `weights/1/20-delta`, when all its bytes are stored. A run's next writer removes a
-killed writer's remains, except unfinished S3 uploads, which need a lifecycle rule of the bucket. No call to an open store
-blocks for ever: `StoreError` is raised after `STALL_S` without progress, or if NATS does not answer within its request timeout.
+An object appears under its key, such as `RUN/1/20-delta`, when all its bytes are stored. A run's next writer removes a killed
+writer's remains. Unfinished S3 uploads need a lifecycle rule of the bucket instead. No call to an open store blocks for ever:
+`StoreError` is raised after `STALL_S` without progress, or if NATS does not answer within its request timeout.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class LogStore(Protocol):
 
 @asynccontextmanager
 async def open_store(url: str, bus: Bus) -> AsyncIterator[LogStore]:
-    """Open the store at `url`: "nats", or a URL that a valid recipe may have as `weights.log`. Wait until the store answers,
-    because S3 must report the bucket's region. Raises `FieldError` if pyarrow cannot open the URL."""
+    """Open the store at `url`: "nats", or a URL that a valid recipe may have as `weights.log`. Wait until the store answers:
+    to open an S3 bucket, pyarrow asks S3 for the bucket's region. Raises `FieldError` if pyarrow cannot open the URL."""
     if url == NATS:
         yield BucketStore(bus)
     else:
@@ -101,7 +101,7 @@ def open_files(field: str, url: str) -> tuple[FileSystem, str]:
 
 
 async def watched(place: str, work: Callable[[Callable[[], None]], _Result], stall_s: float | None = None) -> _Result:
-    """Run `work(step)` on a thread; it calls `step` after progress. Raises `StoreError` if `work` raises OSError or makes no
+    """Run `work(step)` on a thread; `work` calls `step` after progress. Raises `StoreError` after an OSError of `work`, or no
     progress for `stall_s` seconds (None = `STALL_S`). The thread of a stalled or cancelled call ends once the store answers."""
     stepped_s, limit_s = time.monotonic(), STALL_S if stall_s is None else stall_s
 

@@ -1,7 +1,7 @@
 """The weight log: versions of the weights as objects in a store, from which any reader restores them without the trainer.
 
 Each version is written as a delta to the version before it in the log. From time to time an anchor, a whole version, begins a
-new chain. That version's delta ends the old chain, so a reader that keeps up never loads a whole version again. A `Published`
+new chain. The same version's delta ends the old chain, so a reader that keeps up does not need the anchor. A `Published`
 message, which travels over the control channel, names the objects of one version.
 """
 
@@ -126,8 +126,8 @@ class Replica:
     async def bring_to(self, published: Published) -> Path:
         """Bring the stream to the announced version, and return its file of `manifest.total_bytes` bytes.
 
-        The replica downloads and applies one object after another, so after an error the next call goes on from the version
-        that it has reached. Raises `StoreError` (try again), `ObjectMissing` (await a newer announcement), `LogDamaged`.
+        The replica downloads and applies one object after another. After a failed download, the next call continues from
+        `self.version`. Raises `StoreError` (try again), `ObjectMissing` (await a newer announcement), `LogDamaged`.
         """
         version, objects = PolicyVersion(published.incarnation, published.version), list(published.objects)
         self._check(published, version)
@@ -185,7 +185,7 @@ class Replica:
         return path
 
     async def _apply(self, one: LogObject, after: PolicyVersion) -> None:
-        """Download an object and apply it to the stream, which holds no version meanwhile."""
+        """Download an object and apply it to the stream. `self.version` is None while the stream changes."""
         path = await self._download(one)
         try:
             data, stream = np.memmap(path, np.uint8, "r"), await _on_thread(self._mapped)
@@ -202,7 +202,7 @@ class Replica:
             path.unlink(missing_ok=True)
 
     async def _compare(self, version: PolicyVersion, expected_sha256: bytes) -> None:
-        """Compare the stream's SHA-256 with the announced one. If it differs, the stream holds no version."""
+        """Compare the stream's SHA-256 with the announced one. If it differs, `self.version` becomes None."""
         sha256, stream, self.version = hashlib.sha256(), await _on_thread(self._mapped), None
         for chunk in self._manifest.chunks:
             await _on_thread(partial(sha256.update, stream[chunk.offset : chunk.offset + chunk.num_bytes].data))

@@ -197,7 +197,7 @@ refused by the Job:  # before an install or upgrade
     {recipe: {set: {checkpoint: {upload: 'gs://a/b'}}}, networkPolicy: {<<: *closed, kubernetesApi: {ports: [6443]}}}
   "maxSurge and maxUnavailable are both 0, so no": {actor: {strategy: {rollingUpdate: {maxUnavailable: 0%}}}}
   "[4222]: lacks port 4223 of nats.url = nats://nats-1.messaging:4223": {nats: {enabled: false, url: 'nats://nats-0.messaging:4222,nats://nats-1.messaging:4223'}}
-  "nats.sequencesMaxGib = 18: is with nats.weightsMaxGib = 8 more than three quarters of":
+  "nats.sequencesMaxGib = 18: is, together with nats.weightsMaxGib = 8, more than three quarters of":
     {model: {name: a/0.5B}, nats: {sequencesMaxGib: 18}, recipe: {set: {weights: {log: nats}}}}
   "nats.weightsMaxGib = 8: cannot hold the three whole versions that the weight log keeps; give at least 43":
     {model: {name: a/7B}, recipe: {set: {model: {dtype: bfloat16}, weights: {log: nats}}}}
@@ -206,7 +206,7 @@ refused by the Job:  # before an install or upgrade
     recipe: {set: {model: {dtype: bfloat16}, weights: {backend: gloo, log: 's3://a/b'}}}
     trainer: &holds3 {resources: {requests: {memory: 1Gi}, limits: {memory: 144Gi}}}
   "nats.sequencesMaxGib = 25: is more than three quarters of nats.persistence.size = 32Gi": {nats: {sequencesMaxGib: 25}}
-  "verifier.maxEpisodes = 191: in each of 2 pods is less than the 384 episodes that the actors keep in progress":
+  "verifier.maxEpisodes = 191: gives 382 in 2 pods, but actors keep 384 episodes in progress":
     {recipe: {set: *episodes}, actor: {replicas: 3}, verifier: {maxEpisodes: 191, autoscaling: {enabled: false}}}
   "defaultLimits.cpu = '4': is less than trainer.resources.requests.cpu = 8": {defaultLimits: {cpu: '4'}}
   "networkPolicy.tracing.ports = [4317, 4318]: lacks port 9999 of": {tracing: {endpoint: 'http://collector:9999/v1'}}
