@@ -18,7 +18,7 @@ from pipelinerl.recipe.rules import undivided
 Values = Mapping[str, Any]
 _QUANTITY = re.compile(r"(\d*\.?\d+(?:[eE][+-]?\d+)?|\d+\.)(?:([KMGTPE])i|([numkMGTPE]?))", re.ASCII)
 _PORT = re.compile(r"[a-z]+://[^/]*:([0-9]+)(?:/|$)")
-_ALLOWED = "(also if a policy of your own already allows this)"
+_ALLOWED = "(needed even if a NetworkPolicy of yours allows this)"
 
 
 def problems(values: Values, recipe: Recipe) -> list[FieldError]:
