@@ -165,8 +165,8 @@ class KubeClient:
         return self._api
 
     async def call(self, permission: Permission, **arguments: Any) -> Object:
-        """Return the answer to the call of this permission. `arguments`: of the library's method; a `body` is merged into the
-        object `name` if the verb is patch."""
+        """Make the call that `permission` allows, and return the answer. `arguments`: those of the library's method. If the verb
+        is patch, `body` is merged into the object `name`."""
         if permission.verb == "patch":
             arguments["_content_type"] = "application/merge-patch+json"
 
@@ -205,8 +205,8 @@ def in_cluster(settings: TrainerSettings, *, insists: bool = False) -> KubeClien
 
 
 class PersonClient(KubeClient):
-    """Access to one namespace with a context of the kubeconfig; empty = the current one. Commands and ports of pods are
-    websockets through the API server, to which no NetworkPolicy applies."""
+    """Access to one namespace with a `context` of the kubeconfig (empty = the current one). Commands and ports of pods are
+    reached by websockets through the API server, to which no NetworkPolicy applies."""
 
     def __init__(self, namespace: str, context: str = "") -> None:
         super().__init__(namespace, Path(), request_s=PERSON_S)
@@ -218,7 +218,7 @@ class PersonClient(KubeClient):
         await load_kube_config(context=self.context or None, client_configuration=configuration)
 
     async def delete(self, listing: Permission, selector: str) -> None:
-        """Delete each object that `listing` finds. Kubernetes then deletes its dependents, and a claim once no pod uses it."""
+        """Delete each object that `listing` finds. Kubernetes deletes its dependents later, and keeps a claim in use."""
         deletion = replace(listing, verb="delete", method=listing.method.replace("list", "delete", 1))
         for item in await self.items(listing, selector):
             await self.call(deletion, name=name_of(item), propagation_policy="Background")

@@ -221,7 +221,7 @@ class Look:
         return next((pod for pod in self.pods if name_of(pod) == f"{self.prefix}-trainer-0"), None)
 
     def update(self, state: RunState) -> None:
-        """Update the display's state with what pods wait for. The trainer itself says what it does once it serves."""
+        """Update the display's state with what pods wait for. A trainer that is ready reports its own phase."""
         pods = {name_of(pod).removeprefix(f"{self.prefix}-"): pod for pod in self.pods}
         waiting = {name: why_not_ready(pod) for name, pod in sorted(pods.items())}
         actors = {name for name, pod in pods.items() if labels_of(pod).get(COMPONENT) == "actor"}

@@ -163,7 +163,7 @@ class Unpacker:
     def __init__(self, manifest: Manifest, take: Callable[[int], Tensor]) -> None:
         self._manifest, self._take = manifest, take
         self._incomplete: deque[Tensor] = deque()
-        """Memory of tensors that have not been returned yet, in order."""
+        """Memory of tensors that `add` has not returned yet, in order."""
 
     def memory_for(self, chunk: Chunk) -> Tensor:
         """Return the memory for the chunk's bytes, uint8[chunk.num_bytes], contents undefined."""
@@ -174,7 +174,7 @@ class Unpacker:
         return self._incomplete[-1][begin : begin + chunk.num_bytes]
 
     def rewind(self, chunk: Chunk) -> None:
-        """Forget the memory of `chunk`, the next one to add, and of later chunks. Their memory must then be requested again."""
+        """Forget the memory of `chunk`, which is the next to add, and of later chunks. Then call `memory_for` again."""
         while len(self._incomplete) > (chunk.offset > self._manifest.offsets[chunk.parameters[0]]):
             self._incomplete.pop()
 

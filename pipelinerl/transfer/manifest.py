@@ -78,7 +78,7 @@ NCCL_CHUNK_BYTES = 128 * 2**20
 """Default size of a chunk with nccl. It is larger than with gloo, because nccl's fixed cost per chunk weighs more."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FORMAT = b"5"
-"""Version of layout and transfer. It is part of the manifest's id, so sides of different formats refuse each other."""
+"""Version of the layout and the transfer. The manifest's id depends on it, so sides of different formats refuse each other."""
 KIND = "WeightManifest"
 
 

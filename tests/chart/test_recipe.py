@@ -149,7 +149,7 @@ refused:  # by the templates
   "images.variant: cpu does not fit actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {images: {variant: cpu}}
   "monitoring.from: is": {actor: *hpa, networkPolicy: {monitoring: {from: []}}, metrics: {scrapedOtherwise: true}}
   "ingress.from: is": {trainer: {page: {enabled: true, ingress: {enabled: true, host: a.b, withoutLogin: true, from: []}}}}
-  "resolve a name; name the pods or addresses that answer DNS (needed even if a NetworkPolicy of": {networkPolicy: {dns: {to: []}}}
+  "resolve a name; name the pods or addresses that answer DNS (needed even if a": {networkPolicy: {dns: {to: []}}}
   "nats.enabled: is true while trainer.enabled is false": {trainer: &none {enabled: false}}
   "recipe.set.weights.backend: auto needs connections between trainer and actors; while trainer.enabled is false, set":
     &alone {trainer: *none, nats: {enabled: false, url: 'tls://n'}}
