@@ -165,8 +165,8 @@ class KubeClient:
         return self._api
 
     async def call(self, permission: Permission, **arguments: Any) -> Object:
-        """Make the call that `permission` allows, and return the answer. `arguments`: those of the library's method. If the verb
-        is patch, `body` is merged into the object `name`."""
+        """Make the call that `permission` allows, and return the answer. `arguments`: those of the library's method. If the
+        verb is patch, `body` is merged into the object `name`."""
         if permission.verb == "patch":
             arguments["_content_type"] = "application/merge-patch+json"
 
