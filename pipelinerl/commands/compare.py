@@ -69,7 +69,7 @@ def compare(args: argparse.Namespace) -> int:
             raise FieldError("RUN", str(folder), "is given twice; name each run once")
     page = args.out or (None if args.csv and not args.open else Path("compare.html"))
     if len(folders) < 2 or (page and len(folders) > MOST_RUNS):
-        raise FieldError("RUN", f"{len(folders)} given", f"name 2 to {MOST_RUNS} runs, or 2 or more with only --csv")
+        raise FieldError("RUN", f"{len(folders)} given", f"name 2 to {MOST_RUNS} runs for a page, or 2 or more for --csv alone")
     names = Counter(path.name for path in folders)
     runs = [read_run(given, path.name if names[path.name] == 1 else str(given)) for path, given in folders.items()]
     if args.csv:

@@ -88,8 +88,8 @@ _FINAL = (r"####\s*(.+)", r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 
 def init(args: argparse.Namespace) -> int:
-    """Write the folder of a new task, and print how to go on. Raises `UserError` if the folder is not empty or the data cannot
-    be used; then nothing is written."""
+    """Write the folder of a new task, and print how to go on. If the folder is not empty or the data cannot be used, raise
+    `UserError` before anything is written."""
     folder: Path = args.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FieldError("DIR", str(folder), "is not an empty folder; name a new one")
@@ -139,7 +139,7 @@ def data_words(data: Path, question: str | None, answer: str | None) -> dict[str
     try:
         problems = FileSource(task, seed=0).problems  # from the rows that a run can use
     except FieldError as error:
-        raise FieldError("--data", str(data), f"{error.fix} (at least 2 are needed; 1 measures the accuracy)") from error
+        raise FieldError("--data", str(data), f"{error.fix} (at least 2 are needed: 1 is held out)") from error
     answers = [str(one.reference.get("answer", "")) for one in problems]
     pattern = next((one for one in _FINAL if all(re.search(one, text) for text in answers)), "")
     words = {"DATA": data.name, "QUESTION": task.prompt_field, "ANSWER": task.answer_field}

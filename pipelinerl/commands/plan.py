@@ -109,7 +109,7 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise FieldError("--lengths", str(run_dir), f"holds invalid records of a run ({error}); give bars") from None
     if not any(counts.values()):
-        raise FieldError("--lengths", str(run_dir), "its metrics.jsonl has no completion lengths (ended_by_length); give bars")
+        raise FieldError("--lengths", str(run_dir), "has no ended_by_length in metrics.jsonl; give bars (FROM-TO:WEIGHT)")
     bars: list[tuple[int, int, float]] = []
     for bucket, count in counts.items():
         first = 1 if bucket == length_bucket(1) else bucket // 2 + 1
@@ -177,7 +177,7 @@ def outline(plan: Plan, source: str, model: Model) -> list[tuple[str, str]]:
 
 
 def as_json(plan: Plan, model: Model) -> dict[str, Any]:
-    """Return the plan as plain data: seconds, tokens, GiB, optimizer steps."""
+    """Return the plan as plain data. Lengths are in tokens, lags in optimizer steps; other names end with their units."""
     split, played = plan.split, plan.played
     return {
         "modelled": True,

@@ -1,5 +1,5 @@
-"""`pipelinerl replay` and `rollback`: compute a recorded run's steps again in the trainer's environment, to compare them or to
-let the run continue from one of its versions."""
+"""`pipelinerl replay` and `rollback`: compute a recorded run's steps again, to compare them or to let the run continue from one
+of its versions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def replay(args: argparse.Namespace) -> int:
     if args.tokens and args.step is None:
         raise FieldError("--tokens", True, "needs --step N, whose tokens it shows")
     if args.step is not None and (args.first, args.last) != (None, None):
-        raise FieldError("--step", args.step, "is already a range of one step; leave out --from and --to")
+        raise FieldError("--step", args.step, "selects a single step; leave out --from and --to")
     if args.most < 1:
         raise FieldError("--most", args.most, "must be at least 1")
     for override in args.overrides:
@@ -44,9 +44,9 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def rollback(args: argparse.Namespace) -> int:
-    """Let a stopped run continue from version `args.to`. Return the exit code: 1, with nothing changed, if the version cannot
-    be computed again. The last change makes this version's checkpoint the newest. If this command is killed before
-    that, the run continues as if there had been no rollback."""
+    """Let a stopped run continue from version `args.to`. Return the exit code. If the version cannot be computed again, it is
+    not 0, and nothing was changed. The last change makes this version's checkpoint the newest. If this command is killed before
+    that change, the run continues as if there had been no rollback."""
     run, recipe = _recorded(args.run)
     if not (run.path / JOURNAL).is_file():
         raise FieldError("RUN", str(args.run), f"has no {JOURNAL}: no trainer of this run has started")
@@ -72,7 +72,7 @@ def rollback(args: argparse.Namespace) -> int:
 
 
 def _forget_streams(state: Path) -> None:
-    """Mark a checkpoint: a trainer that continues from it empties the streams first. Raises `FieldError` if it is damaged."""
+    """Mark a checkpoint, so that a trainer empties the streams before it continues from it. Raises `FieldError` if damaged."""
     try:
         content = {**json.loads(state.read_bytes()), "position": NOTHING_THERE}
     except (ValueError, TypeError) as error:

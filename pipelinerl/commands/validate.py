@@ -1,5 +1,5 @@
 """`pipelinerl validate RECIPE` lists everything that is wrong with a recipe. `pipelinerl doctor RECIPE|RUN` lists why a
-recipe would not learn, or why a run does not, the likeliest cause first. Both try the rewards of a recipe, and change nothing.
+recipe would not learn, or why a run does not, the gravest cause first. Both try the rewards of a recipe, and change nothing.
 
 A recipe for a cluster can be checked on a laptop. Things that this machine lacks, such as a GPU, are listed, but the recipe
 still counts as valid. With `--gpu-memory`, `validate` also adds up the memory that is needed.
@@ -227,7 +227,7 @@ def _memory(recipe: Recipe, args: argparse.Namespace) -> tuple[list[tuple[str, s
     if args.gpu_memory is not None:
         return memory_of(recipe, model_of(recipe, args.parameters), gib_of(args.gpu_memory))
     if args.parameters is not None:
-        raise FieldError("--parameters", args.parameters, "needs --gpu-memory; give that, too, or leave this out")
+        raise FieldError("--parameters", args.parameters, "applies only with --gpu-memory; give both or neither")
     return [], []
 
 

@@ -36,7 +36,7 @@ class Credentials:
         return self._folder / f"nats-{user}"
 
     def make(self, run: str) -> dict[str, Any]:
-        """Write all files. Return nats-server's configuration of users and TLS."""
+        """Replace the folder with new credentials. Return nats-server's configuration of users and TLS."""
         from pipelinerl.service.tls import CA, CERTIFICATE, KEY
 
         shutil.rmtree(self._folder, ignore_errors=True)

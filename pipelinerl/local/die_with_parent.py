@@ -1,8 +1,9 @@
 """Run a program that gets a signal when its parent dies: `python die_with_parent.py PARENT_PID SIGNAL COMMAND ...`
 
-This ends services when their runner is killed. This file is a program because Python code between fork and exec can deadlock in
-a process with threads. On Linux it uses `PR_SET_PDEATHSIG`; elsewhere no signal is sent. The kernel sends the signal when the
-*thread* that started the program ends, so never start it from a pool's worker thread. Grandchildren get no signal.
+This ends services when their runner is killed. `subprocess` could run the same code before exec (`preexec_fn`), but that can
+deadlock in a process with threads. On Linux this program uses `PR_SET_PDEATHSIG`; elsewhere no signal is sent. The kernel sends
+the signal when the *thread* that started the program ends, so never start it from a pool's worker thread. Grandchildren get no
+signal.
 """
 
 import os
@@ -19,7 +20,7 @@ def guarded(command: tuple[str, ...] | list[str], death_signal: int = signal.SIG
 
 
 def become(parent_pid: int, death_signal: int, command: list[str]) -> None:
-    """Request the death signal, and replace this process by `command`. Exit at once if the parent has already died."""
+    """Replace this process by `command`. On Linux, first request the death signal, and exit if the parent has already died."""
     if sys.platform == "linux":
         import ctypes
 

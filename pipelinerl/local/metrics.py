@@ -36,7 +36,7 @@ class RunnerMetrics:
         metrics.reading("processes", "Running processes of the run.", {"process": SERVICES}, unit="processes").read(processes)
         restarted = {"process": SERVICES}
         self.restarts = metrics.counter("restarts_total", "Restarts of processes that died.", restarted, unit="processes")
-        wanted = "Number of actors that the recipe or `pipelinerl scale` asks for."
+        wanted = "Number of actors that the recipe or `pipelinerl scale` asks for, limited by the GPUs."
         self.actors_wanted = metrics.reading("actors_wanted", wanted, unit="actors")
         metrics.gauge("start_timestamp_seconds", "Unix time at which this runner started.").set_to_current_time()
 
@@ -60,7 +60,7 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
 
 
 def targets_of(run_dir: RunDir, names: Collection[str]) -> list[dict[str, object]]:
-    """Return a target for each process in `names` that serves metrics, that is, for each one that has started except NATS."""
+    """Return a target for each process in `names` whose address file has an HTTP address."""
     found: list[dict[str, object]] = []
     for name in sorted(names):
         try:

@@ -14,7 +14,7 @@ from pipelinerl.run_dir import RunDir, write_json
 
 
 def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | None, list[str]]:
-    """Return the recipe with numbers instead of `auto`, the placement (None without a GPU), and lines to print. `wanted` is the
+    """Return the recipe with values instead of `auto`, the placement (None without a GPU), and lines to print. `wanted` is the
     user's placement, as JSON or as the name of a JSON file. Raises `FieldError`."""
     found = find_devices()
     if not found.devices:
@@ -41,7 +41,7 @@ def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | N
 
 
 def write_placement(run_dir: RunDir, recipe: Recipe, placement: Placement | None) -> None:
-    """Write the placement and the names of the `auto` fields. `recipe`: the recipe before numbers replace `auto`."""
+    """Write the placement and the names of the `auto` fields to a file. `recipe`: the recipe before `auto` was replaced."""
     automatic = [field for field in AUTOMATIC if value_at(recipe, field) in (None, "auto")]
     run_dir.placement.unlink(missing_ok=True)
     if placement is not None or automatic:

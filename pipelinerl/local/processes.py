@@ -1,8 +1,8 @@
 """Processes of a local run: start a service, wait until it serves, stop it and its workers, and decide on restarts.
 
 Each service leads its own session. The terminal's Ctrl-C therefore reaches only the runner, which stops the services in order.
-A service's workers stay in its session, so they can be killed after the service. On Linux, sessions are read from /proc, and a
-service gets SIGTERM when the runner dies. On other systems, only workers in the service's process group are killed.
+A service's workers stay in its session, so they can be killed even after the service has ended. On Linux, sessions are read
+from /proc, and a service gets SIGTERM when the runner dies. On other systems, only the service's process group is killed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PROC = Path("/proc")
 _POLL_S = 0.05
 _TAIL_LINES = 20
 LOG_BYTES = 64 * 1024**2
-"""Size above which the last `LOG_BYTES` of a service's log are moved to a second file."""
+"""Size above which a service's log is emptied, after its end was copied to a second file."""
 _LEFTOVER_S = 1.0
 _KILL_ROUNDS, _KILL_WAIT_S = 3, 1.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -224,8 +224,8 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
 
 
 def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
-    """Copy the last `most_bytes` of a larger log to `<name>.log.1`, and empty the log, which its process keeps open. Lines
-    that are written during the copy are lost."""
+    """If a log has more than `most_bytes`, copy its end to `<name>.log.1`, and empty the log. Its process keeps it open, so
+    lines that the process writes meanwhile may be lost."""
     if log.stat().st_size > most_bytes:
         with log.open("rb") as file, log.with_suffix(".log.1").open("wb") as kept:
             file.seek(-most_bytes, os.SEEK_END)

@@ -64,7 +64,7 @@ def sparkline(values: Iterable[float], width: int) -> str:
 
 
 _UNSTEADY_S = 10.0
-"""The remaining time is shown for at least this long after a step, because a short pause says nothing about the pace."""
+"""The remaining time is hidden after a pause as long as three steps, but not before this many seconds."""
 
 
 def phase_of(actor: ActorState | str) -> str:
@@ -76,7 +76,7 @@ def phase_of(actor: ActorState | str) -> str:
 
 @dataclass
 class RunState:
-    """The known state of a run, updated by its `on_...` methods."""
+    """The known state of a run."""
 
     run: str
     total_steps: int
@@ -162,7 +162,7 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Describe the services if no step came for `QUIET_S` seconds and for the time of three steps; otherwise, return ""."""
+    """Describe the services in a pause: no step for `QUIET_S` seconds and for the time of three steps. Otherwise return ""."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""

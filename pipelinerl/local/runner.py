@@ -1,9 +1,9 @@
 """One run on this machine: start its services in order, restart them, and stop them in order.
 
 The order is NATS, initial model, verifier, actors, trainer. At the stop, the trainer writes a checkpoint, which may take
-minutes. Meanwhile the actors stop, and then the verifier. NATS stops last, because all others need it. A run is finished when
-the trainer's summary says so. Until then, ended processes are restarted, a bounded number of times in a row, except after a
-user's mistake.
+minutes. Meanwhile the actors stop, and then the verifier. NATS stops last, because trainer and actors need it.
+A run is finished when the trainer's summary says so. Until then, a process that ends is restarted, a limited number of times in
+a row. A process that reports a user's mistake is not restarted.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def grace_s(kind: str, left_s: float, within_s: float) -> float:
-    """Return the seconds after which a stopping process is killed: `left_s`, the rest of the stop's time limit `within_s`,
-    minus the time that is reserved for the kinds of processes that stop later."""
+    """Return the seconds (at least 0.2) after which a stopping process is killed: the stop's remaining time `left_s`, minus the
+    time reserved for the kinds of processes that stop later. `within_s`: time limit of the whole stop."""
     return max(0.2, left_s - _RESERVED_S[kind] * within_s / STOP_WITHIN_S)
 
 
@@ -125,7 +125,7 @@ class LocalRun:
     refresh_s: float = 0.5
     """Seconds between two updates of the display, and between two checks of the wanted number of actors."""
     reserve_bytes: int = RESERVE_BYTES
-    """Bytes that must stay free on the run's disk in addition to the next checkpoint. With fewer, the run ends cleanly."""
+    """Bytes that must stay free on the run's disk in addition to the next checkpoint. With fewer, the run fails and stops."""
     stop_within_s: float = STOP_WITHIN_S
 
     def __post_init__(self) -> None:
@@ -162,7 +162,7 @@ class LocalRun:
         self._launches = ServiceLaunches(*launches)
 
     async def run(self) -> Ending:
-        """Run to the end and return how the run ended. Every process has then ended. Only a bug raises an error."""
+        """Run to the end, stop every process, and return how the run ended. Only a bug raises an error."""
         begun = newest_checkpoint(self.run_dir.path) or 0
         for record in read_jsonl(self.run_dir.metrics) if begun else ():
             if (record.get("step") or 0) <= begun:
@@ -211,7 +211,7 @@ class LocalRun:
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
-        """Start the trainer and wait for the run's end. Raises `ServiceError` if a service fails for good."""
+        """Start the trainer and wait for the run's end. If a service fails for good, raise its error, perhaps in a group."""
         async with asyncio.TaskGroup() as group:
             watching = watch_actors(self._actors, self._certificates, self._state)
             upkeep = watching, self._keep(nats), self._keep(verifier), self._keep_actors(), self._watch_disk()
@@ -234,7 +234,7 @@ class LocalRun:
             if free < needed:
                 raise ServiceError(
                     f"{self.run_dir.path} is on a disk with {free / 1e6:,.0f} MB free, but the run needs "
-                    f"{needed / 1e6:,.0f} MB for a checkpoint and a reserve, so it ends now; free some space and resume it"
+                    f"{needed / 1e6:,.0f} MB for a checkpoint and a reserve, so it ends now; free some space and resume the run"
                 )
             await asyncio.sleep(_DISK_S)
 
@@ -265,7 +265,7 @@ class LocalRun:
         return service
 
     async def _engines_measured(self) -> None:
-        """If engines share the trainer's GPU, wait for their start, at which each measures the GPU's free memory."""
+        """If engines share the trainer's GPU, wait until they have started. A trainer would disturb their memory profiling."""
         if self.placement is None or not self.placement.is_shared:
             return
         self._set_phase("starting the engine, which shares the trainer's GPU")
@@ -325,7 +325,7 @@ class LocalRun:
         kill_session(trainer.pid)
 
     def _begin_to_stop(self) -> float:
-        """Begin the stop, unless it has begun, and return the time at which its time limit ends."""
+        """Begin the stop if it has not begun yet. Return its deadline, as a time of the monotonic clock."""
         if self._stop_by_s is None:
             self._stop_by_s = time.monotonic() + self.stop_within_s
             trainer = self._processes.get(TRAINER)
@@ -414,7 +414,7 @@ class LocalRun:
         self._note(f"{died}\n{died.name} is started again in {delay_s:g} s{where}")
 
     def _finished(self) -> bool:
-        """Return whether the trainer's summary says that the run is finished. No service is then needed any longer."""
+        """Return whether the trainer's summary says that the run is finished, so that no service is needed any longer."""
         return is_finished(read_json(self.run_dir.summary))
 
     # Actors, whose number can change during the run.
@@ -429,7 +429,7 @@ class LocalRun:
         return min(wanted, most)
 
     async def _keep_actors(self) -> None:
-        """Keep the wanted number of actors running until cancelled. Raises `ServiceDied` when the last actor is given up."""
+        """Keep the wanted number of actors running until cancelled. Fails when the last actor is given up."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 wanted, here = self._actors_wanted(), len(self._actors)
@@ -535,7 +535,7 @@ class LocalRun:
 
     @contextmanager
     def _perhaps_unread(self) -> Iterator[None]:
-        """Stop the run cleanly if its output is closed, as after `| head`. If only the terminal is gone, the run goes on."""
+        """Stop the run cleanly if its output is a closed pipe, as after `| head`. Ignore other errors of the output."""
         try:
             yield
         except BrokenPipeError:
@@ -561,13 +561,13 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error in `raised`. Raise `raised` if one is neither a `PipelineRLError` nor due to a full disk."""
+        """Return the first error in `raised`; a full disk becomes a `ServiceError`. Raise `raised` if it has other errors."""
         errors = _leaves(raised)
         if any(not isinstance(one, PipelineRLError) and getattr(one, "errno", None) not in _DISK_FULL for one in errors):
             raise raised
         if isinstance(errors[0], PipelineRLError):
             return errors[0]
-        return ServiceError(f"{self.run_dir.path} is on a full disk ({errors[0]}); free some space and resume it")
+        return ServiceError(f"{self.run_dir.path} is on a full disk ({errors[0]}); free some space and resume the run")
 
 
 def _leaves(error: Exception) -> list[Exception]:

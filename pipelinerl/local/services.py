@@ -1,4 +1,4 @@
-"""Command, environment variables and threads of each service of a local run. In a cluster, pods get the same variables.
+"""Command, environment variables and threads of each service of a local run. On a cluster, the chart sets them.
 
 This module also starts the process that unpacks or copies the initial policy.
 """
@@ -49,7 +49,7 @@ def plan_threads(
 ) -> ThreadPlan:
     """Give half of the cores, rounded down, to the trainer, and divide the rest among the actors. Each gets at least 1. Thread
     counts above 0 come from the recipe and are kept. If only `engine_threads` is given, the trainer gets the remaining cores.
-    With `take_turns`, both sides get all cores, but each actor leaves 1 for the process that feeds its engine."""
+    With `take_turns`, trainer and actors each get all cores, but an actor leaves 1 to the process that feeds its engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))
@@ -72,7 +72,7 @@ def available_cores() -> int:
 
 
 def keep_to_quota(environment: MutableMapping[str, str], processes: int) -> None:
-    """Set OMP_NUM_THREADS, unless it is set, to each process's share of a CPU quota, because torch ignores quotas."""
+    """If a CPU quota applies, and OMP_NUM_THREADS is not set, set it to each process's share. Torch ignores quotas."""
     if "OMP_NUM_THREADS" not in environment and (cores := available_cores()) < _allowed_cores():
         environment["OMP_NUM_THREADS"] = str(max(1, cores // processes))
 
@@ -148,7 +148,7 @@ class ServiceLaunches:
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """Return the trainer's launch. A restarted trainer keeps the HTTP port of its previous address `again`, if free."""
+        """Return the trainer's launch. With a live page, a restarted trainer keeps the HTTP port of `again`, if it is free."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:  # Open pages ask the previous port.
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)

@@ -126,8 +126,8 @@ async def serve_grpc(
 async def serve_calls(
     settings: ServiceSettings, register: Callable[[aio.Server], None], service: str, http_port: int
 ) -> AsyncIterator[ServiceAddress]:
-    """Serve a service's calls at the address in its settings, announce its addresses, and yield them. Raises `ServiceError` if
-    the port cannot be used, and `FieldError` if a certificate cannot."""
+    """Serve a service's calls at the address in its settings, announce its addresses, and yield them. Raises `ServiceError` for
+    an unusable port, and `FieldError` for an unusable certificate."""
     credentials = server_credentials(settings.tls_dir)
     async with serve_grpc(register, [service], settings.grpc_host, settings.grpc_port, credentials=credentials) as port:
         yield announce(settings, port, http_port)

@@ -1,6 +1,6 @@
 """HTTP for every service: uvicorn serves /healthz, /readyz and /metrics inside a process that does other work.
 
-On a loopback interface, only /healthz is answered if the Host header does not name this service. Without this rule, a web site
+On a loopback interface, a request must name this service in its Host header, except for /healthz. Without this rule, a web site
 whose owner points its host name at this machine could read the answers through a browser here (DNS rebinding). The rule does
 not replace a login: a program that reaches the port may send any Host header.
 
@@ -145,7 +145,7 @@ class _EmbeddedServer(uvicorn.Server):
                 app,
                 log_config=None,
                 access_log=False,
-                backlog=128,  # connections that asyncio accepts at once; it logs as many errors without file descriptors
+                backlog=128,  # asyncio accepts so many connections at once, or logs as many errors if file descriptors run out
                 timeout_graceful_shutdown=_GRACEFUL_S,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 ws="none",

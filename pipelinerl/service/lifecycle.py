@@ -240,7 +240,7 @@ def stop_event(on_stop: Callable[[], None] = lambda: None) -> Iterator[asyncio.E
 
 @contextmanager
 def signals_to(on_signal: Callable[[int], None], numbers: Iterable[int]) -> Iterator[None]:
-    """Call `on_signal` on the event loop for each of these signals that arrives during the block."""
+    """Call `on_signal` on the event loop for each signal in `numbers` that arrives during the block."""
     loop, heeded = asyncio.get_running_loop(), list(numbers)
     for number in heeded:
         loop.add_signal_handler(number, on_signal, number)
@@ -253,7 +253,7 @@ def signals_to(on_signal: Callable[[int], None], numbers: Iterable[int]) -> Iter
 
 @asynccontextmanager
 async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` during the block and cancel it at the end of the block. If `work` failed, raise its error there."""
+    """Run `work` during the block. At the end of the block, cancel it or, if it has failed, raise its error."""
     task = asyncio.ensure_future(work)
     try:
         yield

@@ -32,7 +32,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Escape control characters, which could steer a terminal; ESC becomes `\\x1b`. Tabs and line ends stay."""
+    """Escape control characters, which could steer a terminal; ESC becomes `\\x1b`. Tabs and newlines stay."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
@@ -64,8 +64,8 @@ AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Limit the log lines that outsiders can cause at will to one of each kind per `AGGREGATE_S`, unless they have tracebacks.
-    Lines of one kind have the same logger and format string. The next line of a kind says how many were left out."""
+    """Let one log line of each kind through per `AGGREGATE_S`, if outsiders can cause such lines at will. It says how many were
+    left out before. Lines of one kind have the same logger and format string. Lines with a traceback always pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,8 +136,8 @@ _LONGEST = 400
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """Return `text` on one line of at most 400 characters. `***` replaces each login in an address, and the values of secret
-    variables, except values of up to 3 characters. A secret variable is named like `API_KEY`, or is an address with a login."""
+    """Return `text` on one line of at most 400 characters. `***` replaces logins in addresses, and the values of secret
+    variables, except values of up to 3 characters. Secret variables have names like `API_KEY`, or are URLs with a login."""
     secrets = [
         value
         for name, value in environment.items()

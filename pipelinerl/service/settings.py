@@ -83,12 +83,12 @@ class ActorSettings(PolicySettings):
     """True if the trainer can call this actor. Otherwise, the actor gets no evaluation requests and no parity probes."""
     episode_host: str = "127.0.0.1"
     """Interface on which environments and agents request turns, if the recipe has any."""
-    episode_port: int = Field(0, ge=0, le=65535, description="Port for these requests; 0 = any free one.")
+    episode_port: int = Field(0, ge=0, le=65535, description="Port for requests of turns; 0 = any free one.")
 
 
 class TrainerSettings(PolicySettings):
     run_dir: Path = Field(description="Folder of the run, for metrics.jsonl, samples.jsonl, checkpoints and so on.")
-    expected_actors: int = Field(1, ge=0, description="Number of actors to wait for before the first step.")
+    expected_actors: int = Field(1, ge=0, description="Number of actors to wait for before the first step of the run.")
     stop_checkpoint_s: float = Field(3600.0, gt=0)
     """Maximum seconds in which a stopping trainer finishes its step and writes a checkpoint. The process may be killed only
     after that time."""
@@ -101,7 +101,7 @@ class TrainerSettings(PolicySettings):
     page: bool = False
     """Serve the live page at http_port. Anyone who can reach it can read prompts and completions."""
     page_hosts: str = ""
-    """Host names, separated by commas, by which browsers may open the live page, beside advertise_host and localhost."""
+    """Host names, separated by commas, by which browsers may open the live page, besides advertise_host and localhost."""
     page_key: Path | None = Field(None, description="File with the secret first part of the live page's path. None = no key.")
     pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
     service_account_dir: Path = Field(Path("/var/run/secrets/kubernetes.io/serviceaccount"))
@@ -111,10 +111,10 @@ class TrainerSettings(PolicySettings):
     stream_replicas: int = Field(1, ge=1, le=5, description="Number of NATS servers that keep each stream.")
     sequences_max_gib: float = Field(8.0, gt=0, description="Maximum size of the SEQUENCES stream, GiB.")
     weights_max_gib: float = Field(8.0, gt=0, description="Maximum size of a weight log in NATS, GiB.")
-    transfer_host: str = Field("127.0.0.1", min_length=1, description="Interface of the store for joining transfer groups.")
-    transfer_port: int = Field(0, ge=0, le=65535, description="Port of this store; 0 = any free port.")
+    transfer_host: str = Field("127.0.0.1", min_length=1, description="Interface of the rendezvous store of transfer groups.")
+    transfer_port: int = Field(0, ge=0, le=65535, description="Port of the rendezvous store; 0 = any free one.")
     nodes: int = Field(1, ge=1, description="Number of the trainer's pods, each of which starts its own ranks.")
-    node: int = Field(0, ge=0, description="Index of this pod among these; node 0 has rank 0.")
+    node: int = Field(0, ge=0, description="Index of this pod among the trainer's pods; node 0 has rank 0.")
     ranks_per_node: int = Field(0, ge=0, description="Number of ranks that a node starts, one per GPU; 0 = as in the recipe.")
     rendezvous: str = Field("", description="host:port of node 0, through which the ranks of several nodes connect.")
     revision: str = Field("", description="Revision of the pods' template. Nodes of different revisions do not train together.")
@@ -136,7 +136,7 @@ class VerifierSettings(ServiceSettings):
     workers: int = Field(2, ge=1, le=256, description="Number of processes that compute rewards.")
     max_queue: int = Field(4096, ge=1, description="Maximum number of waiting items; more are refused with RESOURCE_EXHAUSTED.")
     private_dir: Path | None = Field(None, description="Folder that sandboxed code cannot read, such as runs/.")
-    max_episodes: int = Field(512, ge=1, le=100_000, description="Maximum number of running episodes; more are refused, too.")
+    max_episodes: int = Field(512, ge=1, le=100_000, description="Maximum number of running episodes; more are refused.")
     reward_modules: Path | None = Field(None, description="Folder in which workers look for modules first, before PYTHONPATH.")
 
 

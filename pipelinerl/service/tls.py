@@ -62,7 +62,7 @@ def trust(context: ssl.SSLContext, folder: Path, field: str) -> None:
 
 
 def present(context: ssl.SSLContext, folder: Path, field: str) -> None:
-    """Have `context` present the folder's tls.crt. Raises `FieldError` on `field` unless tls.key is its key."""
+    """Have `context` present the folder's tls.crt. Raises `FieldError` on `field` if it or tls.key is unusable."""
     try:
         context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
     except (OSError, ValueError) as error:  # TLS errors are OSErrors, and so is the error for a missing file

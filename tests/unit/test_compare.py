@@ -309,7 +309,7 @@ def test_open_shows_the_page(tmp_path: Path, compared: Callable[..., Any], monke
     ("arguments", "problem"),
     [
         (["a"], "RUN = '1 given': name 2 to 12 runs"),
-        ([*map(str, range(MOST_RUNS + 1))], "RUN = '13 given': name 2 to 12 runs, or 2 or more with only --csv"),
+        ([*map(str, range(MOST_RUNS + 1))], "RUN = '13 given': name 2 to 12 runs for a page, or 2 or more for --csv alone"),
         (["a", "b", "../there/a"], "RUN = '../there/a': is given twice; name each run once"),
         (["a", "plain"], "RUN = 'plain': has no recipe.yaml; give the folder of a run"),
         (["a", "none"], "RUN = 'none': there is no such folder"),
