@@ -211,7 +211,7 @@ def notes(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def curve(rows: Sequence[dict[str, Any]], key: str) -> list[list[float]]:
-    """Return [step, seconds, value] of at most `_POINTS` + 1 rows at equal intervals, including the last row."""
+    """Return [step, seconds, value] of at most `_POINTS` + 1 rows that have `key`: every k-th one, and the last one."""
     known = (row for row in rows if key in row and row["seconds"] is not None)
     points = [[row["step"], round(row["seconds"], 1), float(f"{row[key]:.4g}")] for row in known]
     return points[: -1 : len(points) // _POINTS + 1] + points[-1:]

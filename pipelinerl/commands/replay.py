@@ -97,7 +97,7 @@ def _set_aside(run: RunDir, version: int) -> Path | None:
 
 
 def _recorded(folder: Path) -> tuple[RunDir, Recipe]:
-    """Return the recorded run in `folder`, and its recipe. Raises `FieldError` if there is none."""
+    """Return the run in `folder`, and its recipe. Raises `FieldError` if the run was not recorded."""
     recipe = recipe_of_run(RunDir(folder, "").recipe)
     run = RunDir(folder, run_name(folder, "RUN"))
     if not recipe.record:

@@ -43,8 +43,8 @@ class RunnerMetrics:
 
 @asynccontextmanager
 async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -> AsyncIterator[None]:
-    """Serve /metrics, /targets and the health paths on loopback; port 0 means any free port. The run directory has an address
-    file while the server runs. Raises `ServiceError` if the port cannot be used."""
+    """Serve /metrics, /targets and the health paths on loopback; port 0 means any free port. While the server runs, an
+    address file in the run directory names its port. Raises `ServiceError` if the port cannot be used."""
     app = health_app(Readiness(""), registry)
 
     @app.get("/targets", response_model=None)

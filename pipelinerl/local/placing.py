@@ -14,8 +14,8 @@ from pipelinerl.run_dir import RunDir, write_json
 
 
 def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | None, list[str]]:
-    """Return the recipe, the placement (None without a GPU), and lines to print. In the recipe, numbers replace `auto`, and Gloo is
-    the backend if NCCL cannot be used. `wanted`: the user's placement, as JSON or as a file's name. Raises `FieldError`."""
+    """Return the recipe, the placement (None without a GPU), and lines to print. In the recipe, numbers replace `auto`, and
+    Gloo replaces NCCL if needed. `wanted`: the user's placement, as JSON or as a JSON file's name. Raises `FieldError`."""
     found = find_devices()
     if not found.devices:
         if wanted:

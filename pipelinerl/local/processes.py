@@ -109,7 +109,7 @@ class ServiceProcess:
         return ServiceDied(self.launch, self.returncode, restarts)
 
     async def address(self, timeout_s: float) -> ServiceAddress:
-        """Wait for the address file. Raises the errors of `until`."""
+        """Wait for the address file, and return its content. Raises the errors of `until`."""
         file = self.launch.address_file
         return await self.until(lambda: read_address(file) if file.is_file() else None, timeout_s, "has written no address")
 

@@ -292,8 +292,8 @@ _PHASE_EVERY_S = 2.0
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
-    """Print plain lines: steps, at most one per `every_s` seconds and always the final one; phases before the first step and
-    during the stop; long pauses."""
+    """Print plain lines. The line of a step is printed at most every `every_s` seconds, and always for the final step. Other
+    lines report phases before the first step and during the stop, and long pauses."""
 
     def __init__(self, stream: TextIO, every_s: float = 5.0) -> None:
         self._stream, self._every_s = stream, every_s

@@ -91,7 +91,7 @@ _HUNG_AFTER = 10
 _SCALED_GRACE_S = 15.0
 """Seconds that an actor removed by scaling has to hand over its sequences before it is killed."""
 _ENDED_GRACE_S = 1.0
-"""Seconds that the workers of a process that ended by itself have to end before they are killed."""
+"""If a process ends by itself, its workers are killed after this many seconds."""
 _LONGEST_FOLDER = 70
 """Maximum length of the path of the temporary folder. It holds vLLM's sockets, whose paths have at most 107 characters."""
 TRAINER = "trainer"
@@ -125,7 +125,7 @@ class LocalRun:
     refresh_s: float = 0.5
     """Seconds between two updates of the display, and between two checks of the wanted number of actors."""
     reserve_bytes: int = RESERVE_BYTES
-    """Bytes that must stay free on the run's disk in addition to the next checkpoint. With fewer, the run fails and stops."""
+    """Bytes that must stay free on the run's disk in addition to the next checkpoint. With fewer, the run fails."""
     stop_within_s: float = STOP_WITHIN_S
 
     def __post_init__(self) -> None:
@@ -211,7 +211,7 @@ class LocalRun:
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
-        """Start the trainer and wait for the run's end. If a service fails for good, raise its error, perhaps in a group."""
+        """Start the trainer and wait for the run's end. Fails if a service fails for good."""
         async with asyncio.TaskGroup() as group:
             watching = watch_actors(self._actors, self._certificates, self._state)
             upkeep = watching, self._keep(nats), self._keep(verifier), self._keep_actors(), self._watch_disk()
@@ -373,7 +373,7 @@ class LocalRun:
                 self._launches.model_dir = await initial_model(self._launches, self._process, self._set_phase)
 
     async def _keep(self, service: Service) -> None:
-        """Restart the process when it ends, until the run is finished. Raises `ServiceError` if no restart is left."""
+        """Restart the service when its process ends, until the run is finished. Raises `ServiceError` if no restart is left."""
         served = False
         while True:
             assert service.process is not None, "it has been started"
@@ -561,7 +561,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error in `raised`; a full disk becomes a `ServiceError`. Raise `raised` if it has other errors."""
+        """Return the first error in `raised` if all are `PipelineRLError` or due to a full disk. Otherwise raise `raised`."""
         errors = _leaves(raised)
         if any(not isinstance(one, PipelineRLError) and getattr(one, "errno", None) not in _DISK_FULL for one in errors):
             raise raised

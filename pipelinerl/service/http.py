@@ -137,7 +137,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """A uvicorn server that installs no signal handlers. `up`: whether it has started, once this is known."""
+    """A uvicorn server that installs no signal handlers. The result of `up` is whether the application has started."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(

@@ -43,7 +43,7 @@ def is_bus_outage(error: Exception) -> bool:
 
 
 def is_transfer_error(error: Exception) -> bool:
-    """Return whether waiting may help: the weight log's store is down, or a newer version replaces the one that failed."""
+    """Return whether trying again may help: the weight log's store may be up again, or a newer version may work."""
     return isinstance(error, TransferError)
 
 

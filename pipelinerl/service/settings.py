@@ -71,7 +71,7 @@ class PolicySettings(BusSettings):
 
     model_dir: str = Field("", description="Folder of the initial policy; empty = as in the recipe (`model`).")
     model_cache: Path | None = None
-    """Folder for initial policies that the run itself builds; used if model_dir is empty."""
+    """Folder for initial policies that the run unpacks or copies; used if model_dir is empty."""
     gpu_turn: Path | None = Field(None, description="File whose lock says which process uses the GPU, with `actor.colocate`.")
 
 
@@ -99,7 +99,7 @@ class TrainerSettings(PolicySettings):
     Secret. `exit`: no actors and no trainer."""
     release: str = Field("", description="Prefix of the names of this release's objects; empty = without the Kubernetes API.")
     page: bool = False
-    """Serve the live page at http_port. Anyone who can reach it can read prompts and completions."""
+    """Serve the live page at http_port. Without page_key, anyone who can reach it can read prompts and completions."""
     page_hosts: str = ""
     """Host names, separated by commas, by which browsers may open the live page, besides advertise_host and localhost."""
     page_key: Path | None = Field(None, description="File with the secret first part of the live page's path. None = no key.")

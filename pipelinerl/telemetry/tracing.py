@@ -1,6 +1,6 @@
 """Make spans, carry traces from one process to the next, and send spans to a collector (docs/traces.md).
 
-The sampler decides which traces are recorded; no other trace has spans. A trace is passed on as data, with its sequence or
+The sampler decides which traces are recorded; the others have no spans. A trace is passed on as data, with its sequence or
 message, because its next span often belongs to another task or process. OpenTelemetry's global provider and current span are
 not used, so libraries with their own traces (vLLM) do not see ours.
 
