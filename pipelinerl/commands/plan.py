@@ -177,7 +177,7 @@ def outline(plan: Plan, source: str, model: Model) -> list[tuple[str, str]]:
 
 
 def as_json(plan: Plan, model: Model) -> dict[str, Any]:
-    """Return the plan as plain data. Lengths are in tokens, lags in optimizer steps; other names end with their units."""
+    """Return the plan as plain data. Lengths are in tokens, lags in optimizer steps, `step_s` in seconds, `run_h` in hours."""
     split, played = plan.split, plan.played
     return {
         "modelled": True,
