@@ -1,9 +1,8 @@
 """Run a program that gets a signal when its parent dies: `python die_with_parent.py PARENT_PID SIGNAL COMMAND ...`
 
-This ends services when their runner is killed. `subprocess` could run the same code before exec (`preexec_fn`), but that can
-deadlock in a process with threads. On Linux this program uses `PR_SET_PDEATHSIG`; elsewhere no signal is sent. The kernel sends
-the signal when the *thread* that started the program ends, so never start it from a pool's worker thread. Grandchildren get no
-signal.
+This ends services when their runner is killed. A `preexec_fn` of `subprocess` could do the same, but can deadlock in a process
+with threads. On Linux the program uses `PR_SET_PDEATHSIG`; elsewhere no signal is sent. The kernel sends the signal when the
+*thread* that started the program ends, so never start it from a pool's worker thread. Grandchildren get no signal.
 """
 
 import os
