@@ -63,7 +63,7 @@ INTERRUPT_S = 1.5
 """Maximum seconds for the engine to return unfinished sequences. This takes milliseconds unless a commit is running."""
 DRAIN_S = 2.5
 HAND_OVER_S = 3.0
-"""Maximum seconds to publish unfinished groups on PROMPTS. If NATS does not answer, the whole stop takes about 8 s."""
+"""Maximum seconds to publish unfinished groups on PROMPTS."""
 LEAVE_WITHIN_S = 2.0
 
 
@@ -115,7 +115,7 @@ async def serve(settings: ActorSettings, stop: asyncio.Event, context: LogContex
 
 @dataclass(eq=False)
 class Actor(actor_pb2_grpc.ActorServiceServicer):
-    """Runs the actor's parts, and answers its gRPC calls: state, held-out answers, and scores for the parity probe."""
+    """Runs the actor's parts, and answers its gRPC calls: state, held-out answers, and log-probabilities for probes."""
 
     settings: ActorSettings
     recipe: Recipe
@@ -254,7 +254,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         )
 
     async def _answer(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> actor_pb2.GenerateResult:
-        """Sample a held-out answer and have it scored. Neither step has a timeout; the caller's deadline cancels both."""
+        """Sample a held-out answer and get its reward. The caller's deadline cancels this call."""
         async with self._heldout_samples:
             try:
                 sequence, failure = await self._heldout.sample(group, start, trace), UNFINISHED
@@ -273,7 +273,7 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def check_vocabulary(token_ids: TokenIds, vocab_size: int, kind: str, field: str) -> None:
-    """Raise `MessageError` for the first token outside the vocabulary. An engine would fail or use another token. Pure."""
+    """Raise `MessageError` if a token is outside the vocabulary. Pure."""
     outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
     if len(outside):
         first = outside[0]
@@ -292,8 +292,8 @@ async def report_start(settings: ActorSettings, stop: asyncio.Event) -> None:
 
 
 class Heartbeat:
-    """Refreshes the actor's entry in the membership bucket. `me` holds the fields that never change. Its `process` differs at
-    every start, so a restarted actor is a new member. The actor counts as starting while `manifest_id()` is empty."""
+    """Refreshes the actor's entry in the membership bucket. `me` holds the fields that never change. `me.process` differs
+    at every start, so a restarted actor is a new member. A joining actor counts as starting while `manifest_id()` is empty."""
 
     def __init__(self, bus: Bus, gate: ServingGate, manifest_id: Callable[[], str], me: Registration) -> None:
         self._bus, self._gate, self._manifest_id, self._me = bus, gate, manifest_id, me
@@ -307,8 +307,8 @@ class Heartbeat:
             await asyncio.sleep(ttl_s / 3 if self._manifest_id() else min(ttl_s / 12, 1.0))
 
     async def leave(self) -> None:
-        """Remove the registration, once `run` has been cancelled; if that fails, the registration expires. A draining actor is
-        first registered as draining, so that the trainer can tell an orderly stop from a failure."""
+        """Remove the registration; if this fails, it expires. Cancel `run` before this call. A draining actor is first
+        registered as draining, so that the trainer can tell an orderly stop from a failure."""
         if self._left:
             return
         self._left = True

@@ -49,10 +49,10 @@ class InferenceEngine(Protocol):
     def vocab_size(self) -> int: ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine refuses it or is dead."""
+        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine refuses this or is dead."""
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
-        """Make the `generate` calls of these requests return at once, with their tokens so far. Ignores unknown ids."""
+        """Make the `generate` calls of these requests return their tokens so far. Ignores unknown ids. Raises `EngineError`."""
 
     async def score(self, token_ids: TokenIds) -> Logprobs:
         """Return log π(token[i] | token[:i]) for i >= 1, float32[tokens - 1], nats, at temperature 1. Raises `EngineError`."""
@@ -74,14 +74,14 @@ StartEngine = Callable[..., AbstractAsyncContextManager[InferenceEngine]]
 
 
 def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
-    """Return the part of this sample that another actor handed over, or an empty part."""
+    """Return the `PartialSequence` that the group has for this sample, or an empty one."""
     given = (partial for partial in group.partials if partial.sample_index == sample_index)
     return next(given, None) or PartialSequence(sample_index=sample_index)
 
 
 def seed_of(group: PromptGroup, sample_index: int, num_tokens: int = 0, number: int = 0) -> int | None:
-    """Return a request's seed, or None if the group has none. The seed also depends on the sample's `num_tokens` so far and on
-    the request's `number` within an episode, because equal seeds draw equal random numbers."""
+    """Return a request's seed, or None if the group has none. It depends on the sample, on the
+    sample's `num_tokens` so far, and on the request's `number` within an episode."""
     return (group.seed + sample_index + (num_tokens + (number << 32)) * _SEED_STEP) % (1 << 63) if group.seed else None
 
 
@@ -114,8 +114,8 @@ def before_stop(text: str, stop: abc.Iterable[str]) -> str:
 
 
 def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Callable[[TokenIds], str]) -> Made:
-    """Cut `made` after a stop string that begins in its first `carried` tokens, because the engine searches only the later
-    ones. A single request would have stopped at the same place, so the distribution is unchanged."""
+    """Cut `made` after a stop string that begins in its first `carried` tokens. The engine searches only later tokens, so it
+    misses such a string. The cut is where a single uninterrupted request would have stopped."""
     tokens = made.completion_token_ids
     if not stop or not carried:
         return made
@@ -136,7 +136,7 @@ def cut_at_stop(made: Made, carried: int, stop: abc.Sequence[str], decode: Calla
 
 
 def sequence_of(group: PromptGroup, sample: PartialSequence, actor: str, text: str = "", failure: str = "") -> Sequence:
-    """Return a sample as a sequence without reward. An untrainable sample gets a failure and no tokens."""
+    """Return a sample as a sequence with the reward 0. An unfinished or defective sample becomes a failed sequence."""
     failure = failure or (defect_of(sample) if sample.finish_reason else UNFINISHED)
     sequence = Sequence(
         **{**vars(sample), "finish_reason": sample.finish_reason or FinishReason.STOP, "branches": ()},
@@ -173,7 +173,7 @@ def defect_of(made: Completion) -> str:
 
 
 def without_arrays(sequence: Sequence, failure: str) -> Sequence:
-    """Return a failed sequence without its completion tokens, which may be invalid. Its texts remain for people to read."""
+    """Return the sequence as failed, without its completion tokens, which may be invalid. Its texts remain."""
     return replace(
         sequence,
         completion_token_ids=np.empty(0, dtype=np.int32),

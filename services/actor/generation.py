@@ -56,7 +56,7 @@ FETCH_RETRY_S = 1.0
 ABORT_AGAIN_S = 0.01
 """Seconds between repeated aborts. An abort misses a request that is just entering the engine."""
 FINISHER_TASKS = 4
-"""Number of batches that are verified or published at the same time, so that a slow reward does not delay the others."""
+"""Number of batches that are verified or published at the same time, so that a slow reward delays only its own batch."""
 
 
 @dataclass(eq=False)
@@ -92,8 +92,8 @@ class Sampler:
         return await (self._play(group, start, trace) if group.episodic else self._complete(group, start))
 
     async def interrupt(self, timeout_s: float) -> None:
-        """Stop sampling for good. Unfinished sequences that the engine returns within `timeout_s` are kept; others are lost.
-        Then stop the episodes, and wait for them for another `timeout_s` at most."""
+        """Stop sampling for good. Unfinished sequences that the engine returns within `timeout_s` are passed to `keep`; the new
+        tokens of other sequences are lost. Then stop the episodes, and wait for them for another `timeout_s` at most."""
         self.interrupted = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -102,7 +102,8 @@ class Sampler:
                     await asyncio.sleep(ABORT_AGAIN_S)
         except (EngineError, TimeoutError) as error:
             left = len(self.generating)
-            log.error("%d sequences stay in the engine and are lost: %s", left, error or f"no answer within {timeout_s:g} s")
+            why = error or f"no answer within {timeout_s:g} s"
+            log.error("the new tokens of %d sequences are lost, because the engine did not return them: %s", left, why)
         self.stopped.set()  # ends the episodes, whose recorded turns are kept
         if self._playing:
             await asyncio.wait(self._playing, timeout=timeout_s)
@@ -207,9 +208,9 @@ class FinishedSample:
 
 @dataclass(eq=False)
 class Finisher:
-    """Gets a reward from the verifier for each finished sample, publishes the sample on SEQUENCES and calls
-    `on_published(group, sample_index)`. If the verifier or the stream is unavailable, the bounded buffer fills and generation
-    slots stay taken. Nothing is dropped. Work resumes when the verifier answers or the stream has room."""
+    """Gets rewards from the verifier, publishes each finished sample on SEQUENCES and then calls
+    `on_published(group, sample_index)`. If the verifier or the stream is unavailable, nothing is dropped: the bounded buffer
+    fills, and generation stops until work resumes."""
 
     bus: Bus
     verifier: VerifierClient
@@ -257,7 +258,7 @@ class Finisher:
             return [*done, replace(good[0], sequence=without_arrays(good[0].sequence, failure))]
 
     async def _verified(self, samples: list[FinishedSample]) -> list[FinishedSample]:
-        """Return the samples with the verifier's rewards. Raises `ServiceError` or `MessageError`."""
+        """Return the samples with the verifier's rewards or failures. Raises `ServiceError` or `MessageError`."""
         started = time.monotonic()
         with ExitStack() as spans, building("VerifyItem"):
             items = []
@@ -326,10 +327,10 @@ def bare(sequence: Sequence, failure: str) -> tuple[bytes, str]:
 class GenerationLoop:
     """Keeps H (`actor.sequences_in_progress`) sequences decoding, one in each place of its sampler.
 
-    Takes the next prompt group from PROMPTS when a commit has opened the serving gate and a slot is free. Passes finished
-    samples to the finisher. A sample holds a slot from its start until it enters the finisher's bounded buffer. If the gate
-    closes before all samples of a group have started, the samples not started return to PROMPTS. There are H slots, or more
-    with episodes, because an episode that waits for its environment holds a slot but no place.
+    Takes the next prompt group from PROMPTS when the serving gate is open and a slot is free. Passes finished samples to the
+    finisher. A sample occupies a slot from its start until it enters the finisher's bounded buffer. If the gate closes before
+    all samples of a group have started, the other samples return to PROMPTS. There are H slots. With episodes there are more,
+    because an episode that waits for its environment occupies a slot, but none of the sampler's H places.
     """
 
     bus: Bus
@@ -380,7 +381,7 @@ class GenerationLoop:
 
     async def admit(self, delivery: PromptDelivery) -> tuple[PromptGroup, list[int], Trace] | None:
         """Take a message and return its group, the samples to generate and the trace. Return None if there is nothing to
-        generate. A group that cannot be generated ends as failed sequences and a dead letter."""
+        generate. A group that is unreadable or was delivered too often ends as failed sequences and a dead letter."""
         try:
             group = sequences.decode_group(delivery.payload, expected_run=self.bus.run)
         except MessageError as error:
@@ -399,7 +400,8 @@ class GenerationLoop:
         return (group, samples, trace_in(delivery.headers)) if samples else None
 
     async def _handed_back(self, group: PromptGroup, samples: list[int]) -> bool:
-        """Hand back samples that were not started. Return False if their message cannot be stored. Waits for the stream."""
+        """Hand back samples that were not started. Wait until the stream has stored their message. Return False if the message
+        is invalid or too large."""
         try:
             await publish_samples(self.bus, self.held[group.group_id], samples, self.instance)
         except (MessageError, PayloadTooLarge) as error:
@@ -417,8 +419,8 @@ class GenerationLoop:
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
         """Store a message as a dead letter for people (`pipelinerl dead-letters`), end its samples as failed sequences, and
-        then acknowledge the message. The letter omits a message that is too large to be stored. If the letter
-        cannot be stored, NATS delivers the message again. `group` is None if the message does not identify its group."""
+        then acknowledge it. A letter that would be too large omits the message. If the letter cannot be stored, NATS delivers
+        the message again. `group` is None if the message does not identify its group."""
         letter = sequences.DeadLetter(
             run=self.bus.run,
             msg_id=delivery.msg_id,

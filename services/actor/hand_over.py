@@ -51,7 +51,7 @@ class HeldGroup:
     group: PromptGroup
     messages: dict[int, HeldMessage] = field(default_factory=dict)
     partials: dict[int, PartialSequence] = field(default_factory=dict)
-    """For each sample that is not stored yet, the longest part that was generated here or received in a message."""
+    """By sample index: all known tokens of a sample that is not stored yet."""
 
     @property
     def missing(self) -> set[int]:
@@ -60,10 +60,10 @@ class HeldGroup:
 
 class HeldGroups(dict[str, HeldGroup]):
     """Groups by id. The ack deadline of each message is extended until all its samples are stored; then the message is
-    acknowledged. The number of groups is bounded, because each has a sample in progress or in the finisher's buffer.
+    acknowledged.
 
     A group arrives in several messages if it was handed over in parts. This also happens if an actor dies between handing over
-    the group and acknowledging its own message. Each sample is still generated once."""
+    the group and acknowledging its own message. This actor generates each sample once."""
 
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
         return group.group_id in self and delivery.position in self[group.group_id].messages

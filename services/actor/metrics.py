@@ -114,7 +114,7 @@ class ActorMetrics:
     def _episodes(self, metrics: MetricSet) -> None:
         text = "Running episodes. Each decodes a turn, waits for its environment, or waits until it may decode."
         self.episodes = metrics.gauge("episodes_in_progress", text, unit="episodes")
-        text = "Turns that environments requested. They were sampled or, if an episode ran again, replayed from its record."
+        text = "Turns that environments requested: newly sampled, or replayed from the episode's record."
         self.episode_turns = metrics.counter("episode_turns_total", text, {"source": ("sampled", "replayed")}, unit="turns")
         text = "Branches of episodes beyond the first; one begins if a request's history does not extend the recorded tokens."
         self.episode_branches = metrics.counter("episode_branches_total", text, unit="branches")

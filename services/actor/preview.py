@@ -1,8 +1,8 @@
 """`python -m services.actor.preview`: show a recipe's prompts as its policy will see them, before a run loads any model.
 
-Standard input is a JSON object with `recipe`; `source`, the tokenizer's folder or GGUF file; and `problems`, one for each
-problem set, with the set's place in the recipe as key. Standard output is a `pipelinerl.recipe.rehearsal.Preview` as JSON.
-A mistake consists of a field, its value and the fix.
+Standard input is a JSON object with the keys `recipe`, `source` (the tokenizer's folder or GGUF file) and `problems` (one
+problem for each problem set, by the set's path in the recipe). Standard output is a `pipelinerl.recipe.rehearsal.Preview` as
+JSON.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
 
 
 def template_doubts(problem: Problem, task: TaskConfig, tokenizer: Any) -> Iterator[str]:
-    """Yield each fault of a prompt that the chat template wrote: it lacks a message, ends with the end of an answer, or
-    contains markers that are not tokens of this tokenizer."""
+    """Yield faults of the prompt that the chat template writes: a message is missing, the prompt ends with the end of an
+    answer, or it contains a marker such as `<|x|>` that is not a token of the model."""
     messages = conversation(problem.messages or [{"role": "user", "content": problem.question}], task)
     text, known = written(tokenizer, messages), tokenizer.get_vocab()
     for message in messages:

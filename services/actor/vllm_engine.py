@@ -163,7 +163,7 @@ async def start_engine(
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], listeners: Sequence[OnStep] = ()) -> AsyncLLM:
-    """Start vLLM with its engine process. Blocks; runs on any thread. Raises the errors of `start_engine`."""
+    """Start vLLM with its engine process. Blocks; any thread may call this. Raises `EngineError` or `FieldError`."""
     # FlashInfer's sampler is only for top-p and top-k, which recipes do not have, and it compiles with nvcc at its first use.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     import torch
@@ -225,7 +225,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(listeners: Sequence[OnStep]) -> StatLoggerFactory:
-    """Return a stat logger that only calls `listeners`. As it is a `PrometheusStatLogger`, vLLM adds no other one."""
+    """Return a class of stat loggers that only call `listeners`. vLLM adds no second logger to a `PrometheusStatLogger`."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):
@@ -351,7 +351,7 @@ class VllmEngine:
 
 @lru_cache(maxsize=64)
 def vllm_sampling(sampling: SamplingParams, seed: int | None) -> VllmSamplingParams:
-    """Return vLLM's sampling parameters. Equal arguments share one cached object, because vLLM works on a copy."""
+    """Return vLLM's sampling parameters. Equal arguments share one cached object."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind
 

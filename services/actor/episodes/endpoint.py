@@ -1,10 +1,10 @@
 """The HTTP endpoint at which environments and agents request turns, as OpenAI's chat completions or as tokens.
 
-Every URL contains the key of a running episode. Turns are sampled as the recipe says, because the trainer divides by the
-sampling probabilities; a request sets only messages or tokens, length, stops and tools. A stream sends each answer whole.
+Every URL contains the key of a running episode. The recipe, not the request, sets the temperature and all other parameters of
+the sampling distribution. A stream sends the whole answer in one chunk.
 
-`context_of` and `answer_of` convert messages to tokens and back. If a request continues a recorded conversation, the recorded
-tokens are kept, and only the new messages are rendered. Otherwise the whole history is rendered and begins a branch.
+`context_of` and `answer_of` convert messages to tokens and back. If a request continues a recorded conversation and the chat
+format allows it, the recorded tokens are kept, and only the new messages are rendered. Any other history is rendered whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from services.actor.metrics import IGNORED_FIELDS, ActorMetrics
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Maximum size of a request, with room for a context of about a million tokens."""
+"""Maximum size of a request's body."""
 BODY_WITHIN_S = 30.0
 KEEP_ALIVE_S = 2.0
 """Maximum seconds until a stream's headers are sent, and between the comments that keep its connection alive."""
@@ -251,7 +251,7 @@ def _check_count(given: Mapping[str, Any]) -> None:
 
 
 def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
-    """Return the fields that ask for a distribution other than `sampling`, or for another form of answer. Pure."""
+    """Return the `IGNORED_FIELDS` of a request whose values would change `sampling` or the answer's form. Pure."""
     unchanged = {
         # These values change nothing: recipes have no penalties, top-p or top-k, and answers are plain text.
         **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty"), (0,)),
@@ -329,7 +329,7 @@ async def _unless_over(
 async def _answer(
     episode: Episode, request: Request, waits: Coroutine[Any, Any, RecordedTurn], answered: Callable[[RecordedTurn], str]
 ) -> str:
-    """Wait for a turn and return its answer. If `answered` fails, the turn counts as not served."""
+    """Wait for a turn and return the response body `answered(turn)`. If `answered` fails, the turn counts as not served."""
     turn = await _unless_over(waits, over := episode.over, _hung_up(request))
     try:
         return answered(turn)
@@ -365,8 +365,8 @@ def _usage(turn: RecordedTurn) -> dict[str, int]:
 
 
 def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
-    """Return the requested turn's context, int32[context]. If the format allows it, the context extends a recorded turn: the
-    one with the longest history that the request continues. Text never becomes control tokens. Raises `Unrenderable`."""
+    """Return the requested turn's context, int32[context]. If the format allows it, the context extends the recorded turn with
+    the longest history that the request continues. Text never becomes control tokens. Raises `Unrenderable`."""
     turn = _last_known(served, _history(messages, tools))
     messages, tools = chat.control.parted(messages), chat.control.parted(tools)
     token_ids = None
@@ -380,7 +380,7 @@ def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Mess
 def answer_of(
     chat: ChatFormat, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: Iterable[str] = (), may_call: bool = True
 ) -> Message:
-    """Return the turn as a message without its stop string. Store the conversation, with this message, in `turn.messages`."""
+    """Return the turn as a message without its stop string. Store the history up to this message in `turn.messages`."""
     prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
     parsed = chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
     message: Message = {"role": "assistant", "content": before_stop(parsed.content, stop)}

@@ -47,7 +47,7 @@ _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 
 Sample = Callable[[TokenIds, Completion, SamplingParams, int], Awaitable[Completion]]
 """`sample(context_token_ids, made, sampling, number)` continues the turn `made` to its end, or to an interruption
-(`finish_reason` None). `sampling.max_tokens` bounds the whole turn, and `number` counts earlier calls. Raises `EngineError`."""
+(`finish_reason` None). `sampling.max_tokens` bounds the whole turn. `number` counts from 0. Raises `EngineError`."""
 
 
 class Refused(PipelineRLError):
@@ -68,7 +68,7 @@ class RecordedTurn:
     asked: SamplingParams | None = None
     """Requested sampling parameters; None if another actor began the turn."""
     messages: Any = None
-    """The request's messages and the answer, for `endpoint.context_of`; None if the request had token ids instead."""
+    """History up to the turn's message, for `endpoint.context_of`; None if the turn was not served as a message."""
 
     @property
     def is_finished(self) -> bool:
@@ -84,7 +84,7 @@ class RecordedTurn:
 class Episode:
     """One running episode. `sampling.max_tokens` bounds a turn; `carried` are branches that another actor recorded. A turn is
     sampled to its end even if its client hangs up, so that a repeated request gets the same turn. `turns` holds all recorded
-    turns, in the order of their first requests."""
+    turns."""
 
     sampling: SamplingParams
     sample: Sample
@@ -131,7 +131,8 @@ class Episode:
         stop_token_ids: tuple[int, ...] = (),
     ) -> RecordedTurn:
         """Return the recorded or newly sampled turn after `context_token_ids`, int32[context]. `max_tokens` can only lower the
-        recipe's limit; stop strings and ids add to the recipe's. A cancelled call's turn is not served. Raises `Refused`."""
+        recipe's limit; stop strings and ids add to the recipe's. Raises `Refused`. A cancelled call removes the turn from
+        `served`."""
         if self.failure:
             raise Refused(500, "failed", self.failure)
         num_tokens = len(context_token_ids)
@@ -195,7 +196,7 @@ class Episode:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def result(self) -> tuple[Branch, ...]:
-        """Return the branches of the finished turns that the environment's last run received. Count all others as dropped."""
+        """Return the branches of the finished turns that the environment's last run received. Count other turns as dropped."""
         good = [turn for turn in self.served if turn.is_finished]
         branches = _branches(good)
         self.metrics.episode_branches.inc(max(0, len(branches) - 1))
@@ -285,7 +286,7 @@ class Episodes:
         self, group: PromptGroup, start: PartialSequence, sample: Sample, *, split: Split, stopped: asyncio.Event, trace: Trace
     ) -> tuple[Episode, VerifyResult | None]:
         """Run an episode and return it with the environment's result. The result is None if `stopped` is set before the episode
-        ends. Waits without limit for a verifier, and runs the episode up to `MOST_RUNS` times if verifiers are lost."""
+        ends. Waits without limit for a verifier. `MOST_RUNS` limits the runs that lose their verifier."""
         request = EpisodeRequest(
             sequence_id=group.sequence_id(start.sample_index),
             task=group.task,

@@ -47,7 +47,7 @@ class Answer:
 
 
 class ChatFormat(Protocol):
-    """A model's chat format. `stop_token_ids` end a turn; `control` splits text that spells control tokens."""
+    """A model's chat format. `stop_token_ids` end a turn; `control` encodes texts so that they spell no control tokens."""
 
     stop_token_ids: tuple[int, ...]
     control: ControlTokens
@@ -59,16 +59,16 @@ class ChatFormat(Protocol):
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
     ) -> list[int] | None:
         """Like `render`, but begin with `prompt_ids` and `sampled_ids`, the recorded tokens of the first `num_known` messages.
-        Return None if the format would now write these messages differently. Raises `Unrenderable`."""
+        Return None if the format cannot extend these tokens. Raises `Unrenderable`."""
 
     def parse(self, sampled_ids: list[int], prompt_ids: list[int], tools: Tools) -> Answer:
         """Read a sampled turn, which may call `tools`, as a message."""
 
 
 def chat_format(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """Return the format of a recipe's model. A known name selects its family's renderer, unless the recipe changes the chat
-    template. For other models, such as folders and fine-tuned ones, use the first renderer that writes the chat template's
-    tokens for all `PROBES`, with the recipe's `chat_template_kwargs` as settings. If none does, use the template itself."""
+    """Return the format of a recipe's model; without a chat template, `PlainFormat`. A known model name selects its family's
+    renderer, unless the recipe changes the chat template. Otherwise, use the first renderer that writes the template's tokens
+    for the `PROBES`, with `chat_template_kwargs` as its settings. If no renderer does, use the template itself."""
     if not tokenizer.chat_template:
         return PlainFormat(tokenizer)
     from renderers.base import MODEL_RENDERER_MAP  # this import takes almost a second
@@ -151,9 +151,9 @@ class RendererTokenizer:
 
 class FamilyFormat:
     """A hand-written renderer of one model family, by its name in the package `renderers`. `variables` of the chat template
-    become settings. Some renderers refuse to extend a turn by a user's message, because the template then drops earlier
-    thoughts. This class extends the turn nevertheless if rendering the whole conversation anew gives the same text apart from
-    white space. Then there were no thoughts to drop."""
+    become the renderer's settings of the same names. Some renderers refuse to extend a turn by a user's message, because the
+    template then drops earlier thoughts. This class extends the turn nevertheless if rendering the whole conversation anew
+    gives the same text apart from white space."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
@@ -220,8 +220,8 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class TemplateFormat:
-    """Any chat template. A recorded turn is extended by the text that the template writes after it, unless later messages
-    change earlier text. Tool calls have the form of Hermes models. If a template cannot write tools, a message lists them."""
+    """Any chat template. A recorded turn is extended by the text that the template writes after it, if later messages leave
+    earlier text unchanged. Tool calls have the form of Hermes models. A template that cannot write tools gets them as text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
@@ -288,8 +288,8 @@ class TemplateFormat:
 
 
 class PlainFormat:
-    """The format of a model without a chat template: the tokenizer's begin token, if any, and the text of all messages. An
-    assistant's message ends with the end-of-sequence token."""
+    """The format of a model without a chat template: the tokenizer's begin token, if any, and the text of all messages. The
+    end-of-sequence token, if any, follows an assistant's message."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)

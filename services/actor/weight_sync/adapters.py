@@ -1,8 +1,8 @@
 """Low-rank adapters inside a vLLM model: each adapted layer computes W·x + s · B·(A·x), as the trainer's forward pass does.
 
 Adapters are not merged into W, because rounding to 16 bits would lose small updates. For the same reason, the sum of both
-products is rounded only once. Before vLLM compiles the model or captures CUDA graphs, `install` wraps each layer's linear
-method, which is vLLM's extension point. A and B have fixed addresses, start at zero, and change between two decode steps.
+products is rounded only once. Before vLLM compiles the model or captures CUDA graphs, `install` wraps the linear
+method of each adapted layer. A and B have fixed addresses, start at zero, and change between two decode steps.
 
 vLLM's weight loaders split A and B over tensor-parallel ranks. A layer that fuses several checkpoint layers (q, k and v) stacks
 their A, and holds their B as one block-diagonal matrix.
@@ -47,7 +47,7 @@ Named = tuple[str, Tensor]
 class AdaptedLinearMethod(LinearMethodBase):
     """Adds the low-rank product to the output of `plain`, the layer's own method. A is [parts · rank, in] and B is [out, parts
     · rank], both for this tensor-parallel rank. With unquantised 16-bit weights W, this class also computes W·x itself, so
-    that the sum is rounded once. On a CPU, vLLM packs W, and `unpacked` [in, out] is an unpacked copy."""
+    that the sum is rounded once. If vLLM has packed W, as on a CPU, `unpacked` [in, out] is a plain copy of W."""
 
     def __init__(self, layer: LinearBase, plain: LinearMethodBase, parts: int, config: LoraConfig, like: Tensor) -> None:
         self.plain, self.rank, self.scaling = plain, config.rank, config.scaling

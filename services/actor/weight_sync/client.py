@@ -160,7 +160,7 @@ def as_line(message: WeightLoading | Order | Reply) -> bytes:
 
 
 def parse_version(text: str) -> PolicyVersion:
-    """Parse vLLM's label `<incarnation>:<number>`. Weights that no trainer sent have another label, and version 0:0."""
+    """Parse vLLM's label `<incarnation>:<number>`. Any other label means weights that no trainer sent, and gives 0:0."""
     incarnation, separator, number = text.partition(":")
     return PolicyVersion(int(incarnation), int(number)) if separator else PolicyVersion(0, 0)
 
@@ -185,7 +185,7 @@ class WeightUpdateClient:
     _link: WorkerLink | None = field(default=None, init=False)
 
     async def prepare(self, manifest: Manifest) -> WeightLoading:
-        """Prepare the workers for a manifest. The first call blocks decoding while the shadow model is built. Raises
+        """Prepare the workers for a manifest, and build the shadow model if it is needed. Decoding stops meanwhile. Raises
         `ManifestMismatch` if the served model cannot take these weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 

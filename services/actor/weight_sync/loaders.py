@@ -130,7 +130,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
 
 
 def _of_any_rank(reason: str, peers: Any) -> str:
-    """Return this rank's reason against a loader, or a general one if only another rank has one: all need the same loader."""
+    """Return this rank's reason against a loader, or a general one if only another rank has one. All ranks must call this."""
     there = torch.tensor(int(bool(reason)))
     torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX, group=peers.cpu_group)
     return reason or ("another rank of this actor cannot prepare weights while it generates" if there else "")
@@ -190,7 +190,7 @@ CPU converts new weights to the kernel's layout only if no kernel is set."""
 
 class ShadowLoader:
     """Prepares a second instance of the served model, the shadow, and exchanges its weights with the live ones, module by
-    module. All state that depends on the weights must be held by modules.
+    module.
 
     vLLM builds the shadow, loads its weights and post-processes them as at start-up, so that fused, packed and tied weights are
     correct. Between updates the shadow's parameters are on `meta` and take no memory. Construct this loader between decode
@@ -342,8 +342,8 @@ def _exchange(left: dict[str, Any], right: dict[str, Any], names: Iterable[str])
 
 
 class InPlaceLoader(ShadowLoader):
-    """Copies the shadow's weights into the live ones. The pause lasts for one copy within the device. Post-processing may
-    change only parameters, and must give each the layout of the live one, which `obstacle` checks on the shadow."""
+    """Copies the shadow's weights into the live ones. The pause lasts for one copy within the device. `obstacle` checks the
+    condition: post-processing changes only parameters, and gives each the layout of the live parameter."""
 
     mode = "in_place"
 
@@ -409,9 +409,9 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class PausedLoader:
-    """Loads while generation is paused, with vLLM's layerwise reload. Before the pause, one of the actor's tensor-parallel
-    ranks (`peers`) keeps each received tensor, on its GPU or, if that lacks room, in host memory. During the pause, this rank
-    sends it to the others. vLLM fills a layer once it has all its tensors, so an update takes GPU memory for two layers."""
+    """Loads while generation is paused, with vLLM's layerwise reload. Until the pause, received tensors are divided among the
+    actor's tensor-parallel ranks (`peers`). A rank keeps its tensors on its GPU or, if that lacks room, in host memory. During
+    the pause, it sends them to the other ranks. vLLM reloads layer by layer, which takes GPU memory for two layers."""
 
     mode = "paused"
 

@@ -49,10 +49,10 @@ LOG_BACKOFF = Backoff(first_s=0.5, most_s=5.0, jitter=0.2)
 
 
 class ServingGate:
-    """Groups may be taken only while this gate is open; groups that were taken earlier continue. It is closed before the first
-    commit, because the actor then serves weights that no trainer recorded. Later, it closes while the actor drains or sleeps.
-    With a `max_lag`, it also closes if the served version is from another incarnation than the last announced one, or more than
-    `max_lag` + 1 behind it. The 1 is added because the trainer announces a version before actors serve it."""
+    """Groups may be taken only while this gate is open; groups that were taken earlier continue. It is closed until the first
+    commit, and while the actor drains or sleeps. With a `max_lag`, it also closes if the served version is from another
+    incarnation than the newest announced one, or more than `max_lag` + 1 behind it. The 1 allows for the
+    time between the announcement of a version and its commit."""
 
     def __init__(self, max_lag: int | None) -> None:
         self._max_lag = max_lag
@@ -170,7 +170,7 @@ class UpdateListener:
 
     async def run(self) -> None:
         """Handle control messages until cancelled. Waits until the trainer has made the streams. Raises `CommitFailed` if a
-        swap fails half-way. If the served model does not fit the trainer's, tells the trainer and raises `UserError`."""
+        swap fails half-way. If the served model cannot load the trainer's weights, tells the trainer and raises `UserError`."""
         async with asyncio.TaskGroup() as self._tasks, AsyncExitStack() as stack:
             if self._log is not None:
                 folder = tempfile.TemporaryDirectory(prefix="prl-log-", ignore_cleanup_errors=True)
@@ -232,7 +232,7 @@ class UpdateListener:
             self._read_log()
 
     async def _refuse(self, error: TransferError) -> NoReturn:
-        """Tell the trainer why this actor serves no version, then raise `UserError` for a `ManifestMismatch`, else `error`."""
+        """Tell the trainer that preparing for its manifest failed. Raise `UserError` for `ManifestMismatch`, else `error`."""
         self._metrics.updates.labels("refused").inc()
         await self._answer("failed", pb.Abort, None, reason=str(error)[:REASON_CHARACTERS])
         if not isinstance(error, ManifestMismatch):
@@ -310,12 +310,12 @@ class UpdateListener:
 
     @property
     def _is_behind(self) -> bool:
-        """Return whether the log has a newer version than the served one. False before that version's manifest."""
+        """Return whether the log has a newer version than the served one, and this actor is prepared for its manifest."""
         newest, served = PolicyVersion(self._published.incarnation, self._published.version), self._gate.served
         return self._published.manifest_id == self.manifest_id != "" and (served is None or newest > served)
 
     async def _catch_up(self) -> None:
-        """Serve the newest version of the log, and those that are published meanwhile. Raises `CommitFailed`."""
+        """Serve the newest version of the log, and again while a newer one has been published. Raises `CommitFailed`."""
         while self._is_behind:
             what = "serve a version of the weight log"
             await retry_forever(self._serve_from_log, what, retried=is_transfer_error, backoff=LOG_BACKOFF)
@@ -393,7 +393,7 @@ class UpdateListener:
             await self._receiver.discard()
 
     async def _end(self) -> None:
-        """Discard a running transfer or a staged version. A failure is only logged, because a dead engine holds nothing."""
+        """Discard a running transfer or a staged version. A failure is only logged."""
         try:
             await self._stop_receiving()
         except TransferError as error:

@@ -1,8 +1,8 @@
 """Receive and prepare versions in a vLLM worker process, on threads beside its decode steps.
 
 A reading thread takes orders from the actor's Unix socket. The transfer thread performs them one after another. A third thread
-runs the loader (`loaders.py`), which puts arriving tensors into the engine's layout beside the live weights. A Discard also
-sets a flag, which ends a running transfer within the stall timeout. A closed socket ends all threads.
+runs the loader (`loaders.py`), which keeps arriving tensors beside the live weights. A Discard also sets a flag, which ends a
+running transfer within the stall timeout. A closed socket ends all threads.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING_ORDERS = 16
 ENDING_S = 60.0
-"""Maximum seconds to wait for a loader's end, because it may free a whole model."""
+"""Maximum seconds to wait for a loader's end. The loader may have to free a whole model."""
 RELEASE = "release"
 
 
 @dataclass(eq=False)
 class Receiver:
-    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. A loader iterates
-    over `tensors()` to the end, closes the iterator in any case, then calls `staged`. Closing takes at most the stall timeout;
-    the group is in use until then. `begin` runs a loader on a new thread. If the group breaks, that thread keeps its chunks and
-    waits until `resume` continues or `drop` ends it. Call `begin`, `resume` and `drop` from one thread.
+    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. The user iterates
+    over `tensors()` to the end, closes the iterator in any case, and then calls `staged`. Closing takes at most the stall
+    timeout; the group is in use until then. `begin` runs a loader on a new thread. If the group breaks, the loader's thread
+    keeps its chunks and waits until `resume` or `drop` is called. Call `begin` and `resume` from one thread.
 
-    `buffers`: number of chunks held at a time. With more than one, a thread receives the next chunks while the caller checks
-    and loads earlier ones. A tensor of several chunks is held as a whole. `memory`: reused for chunks and larger tensors.
-    Without it, each piece is new memory of the group's placement, pinned if it is host memory of a machine with a GPU."""
+    `buffers`: number of chunks in memory at a time, besides those of an incomplete tensor. With more than one, a separate
+    thread receives chunks while the loader works. `memory`: reused for chunks and larger tensors. If it is None, new memory is
+    allocated on the group's device; host memory is pinned on a machine with a GPU."""
 
     group: WeightGroup | StreamFile
     manifest: Manifest
@@ -85,7 +85,8 @@ class Receiver:
         self._loading.add_done_callback(lambda done: self._problems.put(done.exception()))
 
     def resume(self, group: WeightGroup | StreamFile, timeout_s: float) -> None:
-        """Receive missing chunks on the loader's thread, or on this one if only other ranks lack any. Raises TransferError."""
+        """Continue on the loader's thread. If the load is complete, only receive, on this thread, the chunks that other ranks
+        lack. Raises `TransferError`."""
         assert self._loading is not None
         self.group, self.timeout_s = group, timeout_s
         if not self._loading.done():
@@ -109,8 +110,8 @@ class Receiver:
         wait([self._loading], ENDING_S)
 
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
-        """Yield all parameters in the manifest's order. If the group breaks after a chunk was checked, wait for another
-        group, which sends the rest, or for `drop`. Otherwise raise `TransferError`; the group is then unusable."""
+        """Yield all parameters in the manifest's order. If the group breaks after a chunk was checked, wait until `resume`
+        gives another group or `drop` ends the wait. Raises `TransferError`; the group is then unusable."""
         unpacker = Unpacker(self.manifest, self._new_memory)
         while True:
             try:
@@ -250,12 +251,12 @@ class TransferWorker:
             self.loader.swap()
             self._placement.synchronize()
             self._staged = self._staging = None
-        # The old weights are freed on the transfer thread, so that the pause does not wait for it.
+        # The old weights are freed on the transfer thread, so that the pause does not become longer.
         with contextlib.suppress(queue.Full):
             self._orders.put_nowait(RELEASE)
 
     def close(self) -> None:
-        """End all threads. Waits for a running transfer, which ends within the stall timeout."""
+        """End all threads, and wait up to `ENDING_S` for the loader's end."""
         self._abort()
         if (staging := self._staging) is not None:
             staging.drop()

@@ -297,7 +297,7 @@ STATE_METRICS = (
 
 
 class TrainerMetrics:
-    """All metrics of the trainer, on one registry. Before `watch`, the only state exported is the phase `loading`."""
+    """The trainer's metrics on one registry. Before `watch`, the phase is `loading`, and other states have no series."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         metrics = MetricSet(PREFIX, registry)

@@ -1,6 +1,6 @@
 """The recorder of a run. It passes the run's events to every sink: files, metrics, page, trackers, gRPC step feed and logs.
 
-It makes one record per optimizer step, adds up the run's totals, and writes the summary. It never waits.
+It makes one record per optimizer step, adds up the run's totals, and writes the summary.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Recorder:
         self._replicas.actors(loads, measuring=measuring)
 
     def served(self, update: UpdateRecord) -> None:
-        """Record that all members serve a version. The step's record gets the longest of the actors' times."""
+        """Record that all members serve a version. The next step's record gets the maxima of the actors' times."""
         figures = {
             "version": update.version,
             "bytes": update.num_bytes,
@@ -413,7 +413,7 @@ def _by_task(sequences: list[Sequence]) -> dict[str, list[Sequence]]:
 
 
 def group_figures(batch: list[TrainingGroup]) -> dict[str, float]:
-    """Return the spread of rewards within the groups of a step, named as in metrics.jsonl. Pure."""
+    """Return how rewards differ within the groups of a step, by key in metrics.jsonl. Pure."""
     groups = [np.array([sequence.reward for sequence in group.sequences]) for group in batch]
     return {
         "group_reward_std": float(np.mean([rewards.std() for rewards in groups])),

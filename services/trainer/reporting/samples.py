@@ -118,7 +118,7 @@ def without_tokens(sample: Sample) -> Sample:
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase | None, token_ids: TokenIds, text: str, limit: int) -> list[str] | None:
     """Split `text`, the decoded `token_ids`, into one piece for each of the first `limit` tokens. If several tokens make one
-    character, the last of them gets it. Special tokens have no text. Return None if tokens and text do not match."""
+    character, the last of them gets it. Special tokens have no text. Return None if the pieces do not make `text`."""
     pieces = _pieces(tokenizer, token_ids[:limit], skip_special_tokens=True)
     return pieces if pieces is not None and text.startswith("".join(pieces)) else None
 

@@ -1,7 +1,8 @@
 """Experiment trackers (Weights & Biases, MLflow, TensorBoard), each with a bounded queue and its own thread (docs/trackers.md).
 
-The trainer queues points and never waits for a tracker's import, server or uploads. If a tracker hangs, its oldest queued
-points are lost. If it fails, one warning is logged. Only the end of the run waits for trackers, and for a bounded time.
+The trainer queues points (figures or samples of one step) and never waits for a tracker's import, server or uploads. When a
+queue is full, its oldest point is lost. A tracker's first failure is logged as a warning. Only the end of the run waits for
+trackers, and for a bounded time.
 
 The libraries' logs and output are silenced, since they may contain secrets. Completions are sent only in a few tables.
 """
@@ -98,7 +99,7 @@ class TrackerThread:
     """Makes the queued calls in order. `lost`: number of queued points that the tracker has not accepted so far."""
 
     def __init__(self, name: str, open_this: Callable[[], Tracker]) -> None:
-        """`open_this`: makes the tracker, and imports its library, which may be missing. It is called again after an error."""
+        """`open_this`: imports the tracker's library, which may be missing, and opens the run. It is retried after an error."""
         self.name, self._open = name, open_this
         self._calls = queue.SimpleQueue[tuple[Call, bool]]()  # the flag is True for the last call
         self._tracker: Tracker | None = None
@@ -241,11 +242,11 @@ def is_not_of_a_library(record: logging.LogRecord) -> bool:
 
 
 _NOT_LOGGED = frozenset({"step", "lag_histogram", "skipped", "joins"})
-"""Keys of a step's record that are not logged as they are: each is logged in another form, or is the axis."""
+"""Keys of a step's record that are logged in another form: as the axis, as numbers, or by bucket."""
 
 
 def step_figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """Turn `{"lag": {"mean": 2}}` into `lag/mean`. Leave out evaluations, since they have their own axis. Pure."""
+    """Return a step's figures by path, such as `lag/mean`, without those of evaluations, which have their own axis. Pure."""
     plain = {key: value for key, value in record.items() if key not in _NOT_LOGGED and not key.startswith("heldout_")}
     tokens: dict[str, int] = {}  # by lag bucket
     for lag, count in record.get("lag_histogram", {}).items():

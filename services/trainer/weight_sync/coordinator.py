@@ -207,9 +207,9 @@ class Coordinator:
     def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
         """Return how many seconds after its start the phase counts as stuck or too slow, if no further answer arrives.
 
-        Each answer extends the time by `deadline_s`, up to `limit_s` after the first answer. Once more than half have answered,
-        the time also ends at `SLOW` times the median of `answers_s`, but not before `deadline_s`. While the trainer sends, only
-        `limit_s` applies: the transfer notices stuck chunks itself. `answers_s`: seconds from the phase's start to each answer.
+        The time ends `deadline_s` after the last answer, but at most `limit_s` after the first. Once the majority of members and
+        trainer has answered, it ends no later than `SLOW` times the median of `answers_s`, or `deadline_s` if that is more.
+        While the trainer sends, only `limit_s` applies. `answers_s`: seconds from the phase's start to each answer.
         """
         if self.phase is Phase.SENDING and TRAINER not in self.answered:
             return limit_s

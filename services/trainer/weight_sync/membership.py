@@ -60,7 +60,7 @@ MOST_AT_ONCE = 4
 """Maximum number of side groups. One of them is reserved for newcomers."""
 MOST_IN_GROUP = 64
 MOST_RESTED = 16
-"""Maximum number of heartbeats to wait before a failing actor may join a group again. Each attempt may send a whole version."""
+"""Maximum number of heartbeats to wait before a failing actor may join a group again."""
 
 
 @dataclass
