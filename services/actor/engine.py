@@ -49,7 +49,7 @@ class InferenceEngine(Protocol):
     def vocab_size(self) -> int: ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine refuses this or is dead."""
+        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine refuses it or is dead."""
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
         """Make the `generate` calls of these requests return their tokens so far. Ignores unknown ids. Raises `EngineError`."""

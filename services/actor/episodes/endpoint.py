@@ -1,7 +1,7 @@
 """The HTTP endpoint at which environments and agents request turns, as OpenAI's chat completions or as tokens.
 
 Every URL contains the key of a running episode. The recipe, not the request, sets the temperature and all other parameters of
-the sampling distribution. A stream sends the whole answer in one chunk.
+the sampling distribution. A stream sends the whole message in one chunk.
 
 `context_of` and `answer_of` convert messages to tokens and back. If a request continues a recorded conversation and the chat
 format allows it, the recorded tokens are kept, and only the new messages are rendered. Any other history is rendered whole.

@@ -39,7 +39,7 @@ from services.actor.metrics import ActorMetrics
 log = logging.getLogger(__name__)
 
 CALL_SLACK_S = 30.0
-"""Seconds after an episode's deadline until its verifier is presumed dead."""
+"""Seconds added to an episode's time limit, to get the timeout of the call to its verifier."""
 MOST_RUNS = 5
 """An episode fails after this many runs that requested turns and then lost their verifier."""
 NO_TURNS = "no_turns: the environment ended without requesting a turn"
@@ -115,7 +115,7 @@ class Episode:
         self.asked_for: set[RecordedTurn] = set()
         """Turns that this run has requested, including turns whose client hung up."""
         self.policy_fault = ""
-        """Code of the first request of this run that was refused because of a limit, or empty."""
+        """Error code of this run's first request that exceeded a limit, or empty."""
 
     def not_served(self, turn: RecordedTurn, over: asyncio.Event) -> None:
         """Record that a run of the environment did not receive a turn. `over`: that run's event. Later runs are unaffected."""
@@ -174,8 +174,8 @@ class Episode:
         return turn
 
     def _known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
-        """Return the first recorded turn with this context and these parameters that this run of the environment has not
-        received yet. If another actor began the turn, its parameters are unknown, and only its length must fit."""
+        """Return the first recorded turn with this context and these parameters that is not in `served`. If another actor
+        began the turn, its parameters are unknown, and only its length must fit."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
             fits = turn not in self.served and (is_short if turn.asked is None else turn.asked == sampling)

@@ -189,8 +189,7 @@ CPU converts new weights to the kernel's layout only if no kernel is set."""
 
 
 class ShadowLoader:
-    """Prepares a second instance of the served model, the shadow, and exchanges its weights with the live ones, module by
-    module.
+    """Prepares a second instance of the served model, the shadow, and exchanges its weights with the live ones.
 
     vLLM builds the shadow, loads its weights and post-processes them as at start-up, so that fused, packed and tied weights are
     correct. Between updates the shadow's parameters are on `meta` and take no memory. Construct this loader between decode

@@ -201,7 +201,7 @@ class TokenLagHistogram(Collector):
 
 @dataclass(frozen=True)
 class RunView:
-    """State of a run, for scrapes, the page and gRPC callers. Any thread may read the plain attributes of its parts."""
+    """State of a run, for scrapes, the page and gRPC callers. Any thread may read it."""
 
     version: int
     waiting_for: str

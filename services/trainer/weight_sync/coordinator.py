@@ -207,9 +207,9 @@ class Coordinator:
     def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
         """Return how many seconds after its start the phase counts as stuck or too slow, if no further answer arrives.
 
-        The time ends `deadline_s` after the last answer, but at most `limit_s` after the first. Once the majority of members and
-        trainer has answered, it ends no later than `SLOW` times the median of `answers_s`, or `deadline_s` if that is more.
-        While the trainer sends, only `limit_s` applies. `answers_s`: seconds from the phase's start to each answer.
+        The time ends `deadline_s` after the last answer, but at most `limit_s` after the first. Once more than half have
+        answered, it ends at `SLOW` times the median of `answers_s` if that is earlier, but not before `deadline_s`. While the
+        trainer sends, only `limit_s` applies. `answers_s`: seconds from the phase's start to each answer.
         """
         if self.phase is Phase.SENDING and TRAINER not in self.answered:
             return limit_s
@@ -349,7 +349,7 @@ class Coordinator:
         return [Announce(epoch=self.epoch, version=self.version)]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
-        """Remove members. Abort and form a new group if bytes are still to be sent, or if a commit loses its last member."""
+        """Remove members. Abort and form a new group before the commit, or if a commit loses its last member."""
         evicted: list[Action] = [Evicted(actor, self.epoch, reason, cause) for actor in sorted(actors)]
         failed = (actor for actor in sorted(actors) if self.present.get(actor) == self.members.get(actor))
         self._benched |= dict.fromkeys(failed)

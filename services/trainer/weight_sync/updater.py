@@ -47,7 +47,7 @@ member is thus noticed long before its registration expires. A slow one is exclu
 GATHER_S = 5.0
 """Maximum seconds to wait for further joining actors before a side group is opened; less if the last transfer took less."""
 ASSUMED_BYTES_PER_S = 40e6
-"""Assumed rate of a transfer before the first one. A network may be up to `coordinator.SLOW` times slower."""
+"""Assumed rate of the first transfer. `limit_s` allows for networks that are up to `coordinator.SLOW` times slower."""
 MOST_REASONS = 16
 """Maximum number of actors whose reason for not serving is kept."""
 
@@ -457,7 +457,7 @@ class WeightUpdater:
         self.post(next(sides, self._main), answer)
 
     def _note_reason(self, actor: str, reason: str) -> None:
-        """Keep the first reason for an actor until the actor joins an epoch or reports a reason itself."""
+        """Keep the first reason for each actor, and the newest `MOST_REASONS` in all."""
         self._reasons.setdefault(actor, reason)
         while len(self._reasons) > MOST_REASONS:
             del self._reasons[next(iter(self._reasons))]
