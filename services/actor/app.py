@@ -185,8 +185,8 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
                 except TimeoutError:
                     log.warning("some finished sequences were not stored within %g s; handing them over", DRAIN_S)
                 await _cancelled(producers)
-                started, num_groups = time.monotonic(), len(self._held)
-                await hand_over(self.bus, self._held, self.metrics, instance=instance, timeout_s=HAND_OVER_S)
+                started = time.monotonic()
+                num_groups = await hand_over(self.bus, self._held, self.metrics, instance=instance, timeout_s=HAND_OVER_S)
                 log.info("stopped; handed over %d groups in %.1f s", num_groups, time.monotonic() - started)
                 await _cancelled(others)
         finally:

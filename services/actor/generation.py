@@ -56,7 +56,7 @@ FETCH_RETRY_S = 1.0
 ABORT_AGAIN_S = 0.01
 """Seconds between repeated aborts. An abort misses a request that is just entering the engine."""
 FINISHER_TASKS = 4
-"""Number of batches that are verified or published at the same time, so that a slow reward delays only its own batch."""
+"""Number of batches that are verified or published at the same time."""
 
 
 @dataclass(eq=False)

@@ -114,13 +114,13 @@ class HeldGroups(dict[str, HeldGroup]):
                     await answered(message.delivery.in_progress(), f"extend the deadline of group {group_id}")
 
 
-async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> None:
-    """Return the unfinished groups of the leaving actor `instance` to PROMPTS, with their generated tokens. The messages that
-    brought them are acknowledged only afterwards, so that no group is lost. If a group cannot be stored in time, NATS delivers
-    its messages again, and the loss of its tokens is logged. Takes at most `ANSWER_WITHIN_S` longer than `timeout_s`."""
+async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> int:
+    """Publish the unfinished groups of the leaving actor `instance` on PROMPTS, with their generated tokens. Return how many
+    were stored. Their old messages are acknowledged afterwards, so that no group is lost. If a group cannot be stored in time,
+    NATS delivers its old messages again. Takes at most `ANSWER_WITHIN_S` longer than `timeout_s`."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
-    async def pass_on(one: HeldGroup) -> None:
+    async def pass_on(one: HeldGroup) -> bool:
         group_id, missing = one.group.group_id, sorted(one.missing)
         try:
             if missing:
@@ -144,8 +144,9 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
         except (BusError, TimeoutError) as error:
             log.warning("cannot ack or return group %s; NATS delivers it again: %s", group_id, error or "timed out")
         held.pop(group_id, None)
+        return bool(missing) and not one.missing
 
-    await asyncio.gather(*(pass_on(one) for one in list(held.values())))
+    return sum(await asyncio.gather(*(pass_on(one) for one in list(held.values()))))
 
 
 async def publish_samples(bus: Bus, held: HeldGroup, samples: Sequence[int], instance: str) -> None:

@@ -176,12 +176,12 @@ class Stage:
         async with asyncio.timeout(60), self.bus.read_sequences(1) as entries:
             return [decode_sequence((await anext(entries)).payload, expected_run=RUN) for _ in range(count)]
 
-    async def leave(self, timeout_s: float = 60.0, store_within_s: float = 60.0) -> None:
+    async def leave(self, timeout_s: float = 60.0, store_within_s: float = 60.0) -> int:
         self.gate.drain()
         await self.sampler.interrupt(timeout_s)
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
-        await hand_over(self.bus, self.held, self.metrics, instance="a", timeout_s=store_within_s)
+        return await hand_over(self.bus, self.held, self.metrics, instance="a", timeout_s=store_within_s)
 
     def counted(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"pipelinerl_actor_{name}_total", labels) or 0.0

@@ -133,7 +133,7 @@ async def test_a_sequence_can_be_handed_over_again_and_again() -> None:
     server = MemoryServer()
     for token in (7, 8, 9):
         async with under_way(token, version=token, num_samples=int(token == 7), server=server) as one:
-            await one.leave()
+            assert await one.leave() == 1
     async with stage(server=server) as last:
         last.engine.answer = ended(2, version=9)
         (sequence,) = await last.published(1)
@@ -145,7 +145,7 @@ async def test_what_cannot_be_stored_is_not_acknowledged(caplog: pytest.LogCaptu
     async with under_way(7, 8) as one:
         one.server.set_reachable(False)
         with caplog.at_level(logging.ERROR):
-            await one.leave(store_within_s=0.1)
+            assert await one.leave(store_within_s=0.1) == 0
         assert "cannot hand over group g00000000: its 2 missing samples restart and 4 tokens are lost" in caplog.text
         one.server.set_reachable(True)
         with an_hour_later():

@@ -190,7 +190,7 @@ class Coordinator:
         failed longest ago is tried alone at its next heartbeat."""
         self._group_stands = False
         self.answered: dict[str, int] = {}
-        """Members (and `TRAINER`) that have answered in this phase, each with the checksum of the bytes that it staged."""
+        """Members (and `TRAINER`) that have answered in this phase. Value: the checksum of the bytes that it staged, or 0."""
         self._left: set[str] = set()
         """Processes that left while their ranks were in the group. If the group then fails, no remaining member is blamed."""
         self._restarts = 0
