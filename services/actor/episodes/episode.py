@@ -66,7 +66,7 @@ class RecordedTurn:
     made: Completion = field(default_factory=Completion)
     extends: RecordedTurn | None = None
     asked: SamplingParams | None = None
-    """Requested sampling parameters; None if another actor began the turn."""
+    """Sampling parameters of this actor's last request for the turn; None before it."""
     messages: Any = None
     """History up to the turn's message, for `endpoint.context_of`; None if the turn was not served as a message."""
 
@@ -174,8 +174,8 @@ class Episode:
         return turn
 
     def _known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
-        """Return the first recorded turn with this context and these parameters that is not in `served`. If another actor
-        began the turn, its parameters are unknown, and only its length must fit."""
+        """Return the first recorded turn with this context and these parameters that is not in `served`. If the turn
+        comes from another actor, its parameters are unknown, and only its length must fit."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
             fits = turn not in self.served and (is_short if turn.asked is None else turn.asked == sampling)

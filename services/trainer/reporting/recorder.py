@@ -171,7 +171,7 @@ class Recorder:
         self.totals.add_events({"commits_held_s": seconds})
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
-        """Record the end of the run in every sink. Call this last."""
+        """Tell the page, the trackers and the step feed that the run has ended. Call this last."""
         shown = {"finished": finished, "steps": summary["steps"], "heldout": summary["heldout_accuracy_last"]}
         log.info("run ended", extra=shown)
         self._phase = trainer_pb2.TRAINER_PHASE_FINISHED
