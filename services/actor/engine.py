@@ -80,8 +80,8 @@ def start_of(group: PromptGroup, sample_index: int) -> PartialSequence:
 
 
 def seed_of(group: PromptGroup, sample_index: int, num_tokens: int = 0, number: int = 0) -> int | None:
-    """Return a request's seed, or None if the group has none. It depends on the sample, on the
-    sample's `num_tokens` so far, and on the request's `number` within an episode."""
+    """Return a request's seed, or None if the group has none. The seed depends on the sample, on the sample's `num_tokens` so
+    far, and on the request's `number` within an episode."""
     return (group.seed + sample_index + (num_tokens + (number << 32)) * _SEED_STEP) % (1 << 63) if group.seed else None
 
 

@@ -1,8 +1,7 @@
 """`python -m services.actor.preview`: show a recipe's prompts as its policy will see them, before a run loads any model.
 
 Standard input is a JSON object with the keys `recipe`, `source` (the tokenizer's folder or GGUF file) and `problems` (one
-problem for each problem set, by the set's path in the recipe). Standard output is a `pipelinerl.recipe.rehearsal.Preview` as
-JSON.
+problem for each problem set, by the set's path in the recipe). Standard output is a `rehearsal.Preview` as JSON.
 """
 
 from __future__ import annotations

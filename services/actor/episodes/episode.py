@@ -82,9 +82,8 @@ class RecordedTurn:
 
 @dataclass(eq=False)
 class Episode:
-    """One running episode. `sampling.max_tokens` bounds a turn; `carried` are branches that another actor recorded. A turn is
-    sampled to its end even if its client hangs up, so that a repeated request gets the same turn. `turns` holds all recorded
-    turns."""
+    """One running episode. `sampling.max_tokens` bounds a turn; `carried`: branches that another actor recorded. `turns`: all
+    recorded turns. A turn is sampled to its end even if its client hangs up, so that a repeated request gets the same turn."""
 
     sampling: SamplingParams
     sample: Sample
@@ -131,8 +130,7 @@ class Episode:
         stop_token_ids: tuple[int, ...] = (),
     ) -> RecordedTurn:
         """Return the recorded or newly sampled turn after `context_token_ids`, int32[context]. `max_tokens` can only lower the
-        recipe's limit; stop strings and ids add to the recipe's. Raises `Refused`. A cancelled call removes the turn from
-        `served`."""
+        recipe's limit; stop strings and ids add to the recipe's. Raises `Refused`."""
         if self.failure:
             raise Refused(500, "failed", self.failure)
         num_tokens = len(context_token_ids)

@@ -43,7 +43,7 @@ RELEASE = "release"
 
 @dataclass(eq=False)
 class Receiver:
-    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. The user iterates
+    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. A caller iterates
     over `tensors()` to the end, closes the iterator in any case, and then calls `staged`. Closing takes at most the stall
     timeout; the group is in use until then. `begin` runs a loader on a new thread. If the group breaks, the loader's thread
     keeps its chunks and waits until `resume` or `drop` is called. Call `begin` and `resume` from one thread.

@@ -457,7 +457,7 @@ class WeightUpdater:
         self.post(next(sides, self._main), answer)
 
     def _note_reason(self, actor: str, reason: str) -> None:
-        """Keep the first reason for each actor, and the newest `MOST_REASONS` in all."""
+        """Keep the first reason of each actor. Above `MOST_REASONS`, drop the oldest one."""
         self._reasons.setdefault(actor, reason)
         while len(self._reasons) > MOST_REASONS:
             del self._reasons[next(iter(self._reasons))]
