@@ -329,8 +329,8 @@ class GenerationLoop:
 
     Takes the next prompt group from PROMPTS when the serving gate is open and a slot is free. Passes finished samples to the
     finisher. A sample occupies a slot from its start until it enters the finisher's bounded buffer. If the gate closes before
-    all samples of a group have started, the other samples return to PROMPTS. There are H slots. With episodes there are more,
-    because an episode that waits for its environment occupies a slot, but none of the sampler's H places.
+    all samples of a group have started, the other samples return to PROMPTS. `samples_in_progress` is the number of
+    slots. An episode that waits for its environment occupies a slot, but none of the sampler's H places.
     """
 
     bus: Bus

@@ -47,7 +47,7 @@ class Answer:
 
 
 class ChatFormat(Protocol):
-    """A model's chat format. `stop_token_ids` end a turn; `control` encodes texts so that they spell no control tokens."""
+    """A model's chat format. `stop_token_ids` end a turn; `control` encodes texts without making control tokens of them."""
 
     stop_token_ids: tuple[int, ...]
     control: ControlTokens
