@@ -218,7 +218,7 @@ class LogReaders(Roster):
         return self.served([known.member], 0, version) if known is not None and version > known.version else []
 
     def leaves(self, actor: str, reason: str, *, left: bool, process: str = "") -> list[MemberChange]:
-        """Remove an actor that is shutting down or no longer registered. With `process`, keep the actor's other processes."""
+        """Remove an actor that is shutting down or no longer registered. With `process`, remove only this process."""
         known = self._actors.get(actor)
         if known is None or process not in ("", known.member.process):
             return []
