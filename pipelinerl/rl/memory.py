@@ -100,7 +100,7 @@ def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
     """Return the GiB per accelerator that an update needs outside vLLM's share. `ranks`: per actor; None = the recipe's."""
     if loads_paused(recipe):
         return update_bytes(layer=model.layer_bytes * wire_bytes(recipe, model) / model.dtype_bytes) / GIB
-    return update_bytes(sent_bytes(recipe, model) / (ranks or recipe.actor.engine.tensor_parallel_size)) / GIB
+    return update_bytes(version_bytes(recipe, model) / (ranks or recipe.actor.engine.tensor_parallel_size)) / GIB
 
 
 def update_bytes(kept: float = 0, layer: float = 0) -> float:
@@ -128,6 +128,11 @@ def adapter_parameters(recipe: Recipe, model: Model) -> float:
 
 
 def sent_bytes(recipe: Recipe, model: Model) -> float:
+    """Return the bytes of a version as it is sent, in `weights.wire_dtype`."""
+    return version_bytes(recipe, model) * wire_bytes(recipe, model) / model.dtype_bytes
+
+
+def version_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of a version, adapters or whole weights, in the model's dtype."""
     return adapter_parameters(recipe, model) * model.dtype_bytes if sends_adapters(recipe) else model.weights_bytes
 

@@ -92,6 +92,7 @@ def test_adapters_have_states_and_an_update_of_their_own() -> None:
     assert sent_bytes(load_recipe("gsm"), mixture) == 16e9
     merged = load_recipe("arithmetic", ["trainer.lora={rank: 64, send: merged}"])
     assert sent_bytes(merged, Model(8e9, 1024, dtype_bytes=4)) == 32e9
+    assert sent_bytes(load_recipe("gsm", ["weights.wire_dtype=bfloat16"]), Model(8e9, 1024, dtype_bytes=4)) == 16e9
 
 
 def test_a_quantised_actor_holds_its_weights_once_and_two_layers() -> None:
