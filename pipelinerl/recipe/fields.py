@@ -1,8 +1,8 @@
 """The recipe: model, task, sampling, algorithm, batch and budget of a run, as one validated, frozen object.
 
-A recipe does not say where it runs. Addresses, ports and folders of its own services are settings, so the same file trains on
-a laptop and on a cluster. A recipe names only what the run takes from outside: model, data, judge and stores. The functions at
-the top look up fields for error messages, overrides and documents.
+A recipe does not say where it runs. Addresses, ports and folders of the services are settings, so the same file trains on a
+laptop and on a cluster. The recipe locates only things outside the run: model, data, judge and stores. The functions at the top
+look up fields for error messages, overrides and documents.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
 
 
 def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all fields and sections of a model."""
+    """Yield the dotted paths of a model's fields and sections. Fields of sections in a list are left out."""
     for name, field in model.model_fields.items():
         yield prefix + name
         if section := section_of(field.annotation):
@@ -96,8 +96,8 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def near_matches(model: type[BaseModel], path: str) -> list[str]:
-    """Return up to three paths that the user may have meant by `path`. First come those with the same last part, then those
-    with its letters as initials (`trainer.lr` gives `trainer.learning_rate`), then similar spellings."""
+    """Return up to three paths that the user may have meant by `path`. First come paths with the same last part, then
+    abbreviated ones (`trainer.lr` stands for `trainer.learning_rate`), then similar spellings."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
@@ -138,7 +138,7 @@ def takes(field: FieldInfo) -> str:
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """Return the possible values of a field with this annotation; empty if they cannot be listed."""
+    """Return the literal values in an annotation, or `true` and `false` for a bool, as texts; empty for other types."""
     if annotation is bool:
         return ("true", "false")
     arguments = get_args(annotation)
@@ -178,7 +178,7 @@ def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
 
 
 def regex(group: str = "") -> AfterValidator:
-    """Return a validator of regular expressions. With `group`, such as "answer", they must have a group (...) around it."""
+    """Return a validator of regular expressions. If `group` is not empty, a group (...) must capture what it names."""
 
     def checked(value: str) -> str:
         try:
@@ -194,7 +194,7 @@ def regex(group: str = "") -> AfterValidator:
 
 class Section(BaseModel):
     """Base of all recipe sections. It refuses unknown keys and non-finite numbers, and `true` or `"5"` where a number is
-    expected. If a field's description does not fit on its line, it is the docstring below."""
+    expected. A field's description is the docstring below the field if it does not fit on the field's line."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
@@ -229,7 +229,7 @@ class ModelConfig(Section):
     logits to `dtype`, which changes log-probabilities by hundredths of a nat."""
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Maximum number of prompt and completion tokens together.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = "auto"
-    """Attention of the trainer. `auto`: PipelineRL's own, or `eager` if PipelineRL's would change log-probabilities."""
+    """Attention of the trainer. `auto`: PipelineRL's own, or `eager` for models whose log-probabilities it would change."""
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     chat_template: str = Field("", description="Jinja chat template, or its path; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}
@@ -368,8 +368,8 @@ class RewardConfig(Section):
     function, written for PipelineRL, verl or TRL. `binary` applies neither to `judge` nor to your function."""
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: Annotated[str, regex("answer")] = ""
-    """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. After the last match, a
-    second search begins, in which `.` also matches line ends, so that answers of several lines are found."""
+    """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. So that answers of several
+    lines are found, a second search follows after that match, in which `.` also matches line ends."""
     json_schema: dict[str, Any] = {}
     """Schema of the answer, for `json_schema`. Empty = the reference answer is the schema."""
     tests_field: str = Field("tests", description="Field of the row that holds the problem's tests, for `code`.")
@@ -468,8 +468,8 @@ class ActorConfig(Section):
     needs a local run with one actor and one rank."""
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
     publish_buffer: Changeable[int] = Field(1024, ge=1)
-    """Maximum finished sequences that each actor queues for the verifier and NATS. Up to 4 × `verify_batch` more are on
-    their way."""
+    """Maximum finished sequences that each actor queues for the verifier and NATS. Up to 4 × `verify_batch` more are being
+    verified or published."""
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -636,11 +636,11 @@ class WeightUpdateConfig(Section):
     stop_on_mismatch: Changeable[bool] = False
     """End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)
-    """Seconds in which all actors must register (longer while one loads), and again in which one must serve a version."""
+    """Seconds in which all actors must register (longer while one loads), and then again for one to serve a version."""
 
     @property
     def log_place(self) -> str:
-        """Place of the weight log: a URL or `NATS`; "" = no log."""
+        """Store of the weight log: a URL or `NATS`; "" = no log."""
         return self.log or (NATS if self.backend == "log" else "")
 
 
@@ -753,7 +753,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _shared_by_tasks(cls, data: Any) -> Any:
-        """Fill missing fields of tasks and evaluation sets from the recipe."""
+        """Give each task and evaluation set a name, and the recipe's reward and `sampling.max_tokens`, if it lacks them."""
         if not isinstance(data, dict):
             return data
         sampling, evaluation = (_mapping(data.get(name)) for name in ("sampling", "evaluation"))

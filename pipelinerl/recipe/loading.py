@@ -1,5 +1,5 @@
-"""Load a recipe by name or file, apply `--set` overrides, and validate it. Errors describe every wrong field. Other functions
-write a recipe as YAML, and compare a run's stored recipe with the one that resumes it."""
+"""Load a recipe by name or file, apply `--set` overrides, and validate it. Other functions write a recipe as YAML, and compare
+the stored recipe of a run with a new recipe that resumes the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RecipeError(UserError):
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[FieldError]:
-    """Return a `FieldError` for each wrong field of `model`."""
+    """Return a `FieldError` for each failure of a validation of `model`."""
     return [_problem(details, model) for details in error.errors(include_url=False)]
 
 
@@ -58,7 +58,7 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> FieldError:
 
 
 class YamlError(UserError):
-    """The text is not YAML, or repeats a key. Attributes: `source` (file), `line` (counted from 1; 0 = unknown), `problem`."""
+    """A text cannot be read as the YAML of a recipe. Attributes: `source`, `line` (counted from 1; 0 = unknown), `problem`."""
 
     def __init__(self, source: str, line: int, problem: str) -> None:
         self.source, self.line, self.problem = source, line, problem
@@ -103,9 +103,9 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Return the field's path and the value in `a.b=value`, which is read as YAML. In a field for text or for a list of texts,
-    an unquoted value is taken literally if it is empty or has a YAML comment, such as `#(\\d+)$`. A field for text also takes
-    invalid YAML literally. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
+    """Return the field's path and the value of an override `a.b=value`. The value is read as YAML. A field for text or for a
+    list of texts takes an unquoted value literally if it is empty or has a YAML comment, such as `#(\\d+)$`. A field for text
+    also takes invalid YAML literally. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
@@ -127,7 +127,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _as_taken(kind: Any, text: str) -> str | list[str] | None:
-    """Return `text` as a field of type `kind` takes it: unchanged, or in a list ([] if empty); None if it takes neither."""
+    """Return `text` if the type `kind` accepts it, else `[text]` ([] for an empty text); None if `kind` accepts neither."""
     for value in (text, [text] if text else []):
         with contextlib.suppress(ValidationError):
             TypeAdapter(kind).validate_python(value)
@@ -142,7 +142,7 @@ def understood(overrides: Sequence[str]) -> list[str]:
 
 def find_recipe(name: str | Path) -> Path:
     """Return the recipe's file. `name` is its path, the path of a folder with a `recipe.yaml`, or the bare name of a recipe in
-    `recipes/` of the current folder, of the source tree or of the installation. Raises `FieldError` with the known names."""
+    `recipes/` of the current folder, of the source tree or of the installation. Raises `FieldError` if no file is found."""
     path, inside = Path(name), Path(name, "recipe.yaml")
     if found := next((file for file in (path, inside) if os.path.isfile(file)), known_recipes().get(str(name))):
         return found
@@ -161,15 +161,15 @@ def known_recipes(*, shipped: bool = False) -> dict[str, Path]:
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe `name` (see `find_recipe`) with `overrides` of the form `a.b=value`. Raises `FieldError` (no such
-    recipe), `YamlError` (with the line) or `RecipeError` (with all wrong fields)."""
+    """Return the recipe `name` (see `find_recipe`) with `overrides` of the form `a.b=value`. Raises `FieldError` if the file is
+    missing or unreadable, `YamlError` if it is not YAML, and `RecipeError` for wrong fields."""
     path = find_recipe(name)
     return recipe_from_data(found_beside(read_recipe(path), path.parent), str(path), overrides)
 
 
 def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the data of a recipe whose file is in `folder`. Paths to problems, to a chat template and in an agent's command
-    get `folder` as a prefix if they exist there. Otherwise they stay relative to the current folder."""
+    """Return a recipe's data with its paths resolved; the recipe's file is in `folder`. Paths to problems, to a chat template
+    and in an agent's command get `folder` as a prefix if they exist there, else they stay relative to the current folder."""
 
     def found(path: Any) -> Any:
         if not isinstance(path, str) or not path or is_template(path):
@@ -200,8 +200,8 @@ _WITH_PATHS = ("task", "tasks", "evaluation", "sets", "model")
 
 def modules_beside(recipe: Recipe, file: Path) -> Path | None:
     """Return the folder of a recipe's file if a module that the recipe names is there, such as reward.py for `reward:score`.
-    Return None otherwise, and for the current folder, whose modules are found anyway. Raises `FieldError` if a module there
-    has the name of a library, because Python would import the module in place of the library."""
+    Return None otherwise, and for the current folder, whose modules are found anyway. Raises `FieldError` if a module in the
+    returned folder has the name of a library, because Python would import the module in place of the library."""
     beside = {path.stem: path for path in file.parent.glob("*.py")} | {
         path.parent.name: path.parent for path in file.parent.glob("*/__init__.py")
     }
@@ -215,8 +215,8 @@ def modules_beside(recipe: Recipe, file: Path) -> Path | None:
 
 
 def recipe_of_run(path: Path, option: str = "RUN") -> Recipe:
-    """Return the recipe that a run has written to recipe.yaml in its folder. Raises `FieldError` for `option` if that file is
-    missing. Raises `UserError` if it is invalid, for example because another version wrote it."""
+    """Return the recipe in the file `path`, which a run has written as recipe.yaml in its folder. Raises `FieldError` for
+    `option` if the file is missing, and `UserError` if it is invalid, for example because another version wrote it."""
     check_folder(path.parent, option)
     if not path.is_file():
         raise FieldError(option, str(path.parent), f"has no {path.name}; give the folder of a run, such as runs/NAME")
@@ -227,7 +227,7 @@ def recipe_of_run(path: Path, option: str = "RUN") -> Recipe:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the data of a recipe's file without validation. Raises `YamlError`, or `FieldError` if it cannot be read."""
+    """Return the data of a recipe's file without validation. Raises `FieldError` if the file cannot be read, or `YamlError`."""
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
@@ -341,9 +341,9 @@ def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
 
 
 def recipe_changes(old: Mapping[str, Any], new: Recipe) -> list[Change]:
-    """Return all fields that differ, in the recipe's order. `old` may be from another version of pipelinerl. A field that is
-    not in `old` has this version's default. A field that this version does not know has the new value `UNKNOWN`. A section that
-    is null in only one of the recipes counts as one change."""
+    """Return the fields that differ. `old` may be from another version of pipelinerl. A field that is missing in `old` is
+    compared as if it had this version's default. A field that this version does not know has the new value `UNKNOWN`. A section
+    that is null in only one of the recipes counts as one change."""
     algorithm = old.get("algorithm")
     if isinstance(algorithm, Mapping):  # Some losses change the defaults of other fields.
         old = {**old, "algorithm": {**PUBLISHED.get(str(algorithm.get("loss")), {}), **algorithm}}

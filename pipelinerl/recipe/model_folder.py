@@ -73,7 +73,7 @@ def longest_context(folder: Path) -> int | None:
 
 
 def known_model(recipe: Recipe, parameters: float) -> Model:
-    """Return the size of the recipe's model, from its number of `parameters` and, if on this machine, its config.json."""
+    """Return the sizes of the recipe's model, from its number of `parameters` and, if that is on this machine, config.json."""
     share = active_share(recipe.model, parameters)
     return Model.of(recipe, parameters, kv_numbers(recipe.model), active_share=share)
 
@@ -92,8 +92,8 @@ def kv_numbers(model: ModelConfig) -> int:
 
 
 def active_share(model: ModelConfig, parameters: float) -> float:
-    """Return the share of the model's `parameters` that one token uses, which is below 1 for a mixture of experts. It is
-    computed from config.json or, if that file is not on this machine, from a name such as 30B-A3B."""
+    """Return the share of the model's `parameters` that one token uses. It is below 1 for a mixture of experts. The function
+    reads config.json or, if that file is not on this machine, a name such as 30B-A3B; without such a name, it returns 1."""
     config = _known_config(model)
     if not parameters or config is None:
         named = _ACTIVE_IN_NAME.search(model.name)
@@ -176,8 +176,8 @@ def elements_in(path: Path) -> int:
 
 
 def known_parameters(model: ModelConfig) -> int:
-    """Return the model's number of parameters as far as files on this machine tell it; 0 if unknown. Raises `FieldError` if one
-    of them is damaged."""
+    """Return the model's number of parameters for the sources `path`, `package` and `smollm2`, and 0 for other sources. Raises
+    `FieldError` if a weight file is damaged."""
     if (folder := model_folder(model)) is None:
         return _SMOLLM2_PARAMETERS if model.source == "smollm2" else 0
     return parameters_in(folder)
@@ -211,7 +211,7 @@ def hub_parameters(model: ModelConfig) -> int:
 
 
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
-    """Return a function from texts to their largest token count, or None without a local tokenizer. Raises `FieldError`."""
+    """Return a function from texts to their largest token count; None without a tokenizer here. Raises `FieldError`."""
     folder = model_folder(model)
     path = cached(model, "tokenizer.json") if folder is None else folder / "tokenizer.json"
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:

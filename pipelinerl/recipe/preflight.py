@@ -70,7 +70,7 @@ sys.exit({_IMPORTED})
 def try_import(field: str, path: str, config: str, environment: Mapping[str, str], code: str = _IMPORT) -> None:
     """Import `pkg.module:name` in a separate process, because a user's module may do anything. As in the verifier, modules in
     the current folder are found. The object is not called, but a tool's parameters and an environment's methods are checked.
-    `config` is `task.config` as JSON. Raises `UserError`; `MissingPackage` if a module is not installed here."""
+    `config` is `task.config` as JSON. Raises `MissingPackage` if a module is not installed, and `UserError` otherwise."""
     command = [sys.executable, "-c", code, field, path, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, env=environment)
@@ -88,8 +88,8 @@ def try_import(field: str, path: str, config: str, environment: Mapping[str, str
 
 @dataclasses.dataclass
 class Examination:
-    """Results of the checks of a recipe. `problems`: mistakes in it, followed by errors of type `Lacking`. `sources`: the
-    sources of all usable problem sets, keyed like `Recipe.sets_by_place`. `calls`: trial calls of rewards by `rehearse`."""
+    """Results of the checks of a recipe. `problems`: its mistakes, followed by errors of type `Lacking`. `sources`: sources of
+    the usable problem sets, keyed like `Recipe.sets_by_place`. `calls`: trial calls of rewards by `rehearse`."""
 
     problems: list[FieldError] = dataclasses.field(default_factory=list)
     sources: dict[str, Source] = dataclasses.field(default_factory=dict)
@@ -106,7 +106,7 @@ def check_environment(recipe: Recipe, reward_rows: int = 0, modules: Path | None
 
 
 def environment_with(modules: Path | None) -> dict[str, str]:
-    """Return the environment of a process that imports from `modules` first, and from the current folder last."""
+    """Return environment variables for a process that imports from `modules` first and from the current folder last."""
     if modules is None:
         return dict(os.environ)
     path = filter(None, (str(modules.resolve()), os.environ.get("PYTHONPATH"), os.getcwd()))
@@ -114,9 +114,9 @@ def environment_with(modules: Path | None) -> dict[str, str]:
 
 
 def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *, prompts: bool = False) -> Examination:
-    """Check the recipe: make a held-out problem of each set, import the user's code, and call the rewards on `reward_rows`
-    problems of each set. `modules`: folder of the user's code. `prompts`: render a prompt of each set even if none uses a chat
-    template. Raises `FieldError` if `reward_rows` is negative."""
+    """Check the recipe and this machine. Among other things, make a held-out problem of each set, import the user's code, and
+    call the rewards on up to `reward_rows` problems of each set. `modules`: folder of the user's code. `prompts`: render
+    prompts even if no set uses a chat template. Raises `FieldError` if `reward_rows` is negative."""
     if reward_rows < 0:
         raise FieldError("--reward-rows", reward_rows, "give 0 to try no reward, or a larger number")
     examined, environment = Examination(), environment_with(modules)
@@ -137,7 +137,7 @@ def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *
 
 
 def doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldError]]:
-    """Yield warnings about values that are valid but may be mistakes, with their kinds, which `pipelinerl doctor` explains."""
+    """Yield warnings about values that are valid but may be mistakes, each after the id that `pipelinerl doctor` gives it."""
     trainer = recipe.trainer
     if trainer.warmup_steps > trainer.steps:  # A short trial of a recipe may intend this.
         fix = f"is above trainer.steps ({trainer.steps}), so the rate never reaches {trainer.learning_rate:g}; use fewer"
@@ -164,7 +164,7 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldEr
 
 
 def files_in(sources: dict[str, Source]) -> Iterator[tuple[str, FileSource]]:
-    """Yield the sources that read files or hub data sets, with their keys."""
+    """Yield keys and sources of the problem sets that are read from files or from the hub."""
     yield from ((place, source) for place, source in sources.items() if isinstance(source, FileSource))
 
 
@@ -230,7 +230,7 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
-    """Check that a set's source can make a held-out problem, and if so, add the source to `sources`."""
+    """Add a set's source to `sources`. Yield an error if it makes no problem, or if a small model cannot read a question."""
     task = share.task
     try:
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)

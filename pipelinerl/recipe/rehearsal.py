@@ -1,11 +1,11 @@
 """Rehearse a recipe's rewards: call them on some of its problems before a run, and report errors and suspicious rewards. Also
 render prompts as the policy will see them, and check the chat template. No model is loaded.
 
-The completions on trial are the reference answers and an empty text. Scorers of mathematics also get boxed answers, and near
-misses, that is, similar wrong answers. A user's function also gets answers to other problems, and numbers that contain the
-right one. A verifier process (`services.verifier.rehearsal`) makes the calls. Rewards of episodes, judges and reasoning-gym's
-own scorers are left out: episodes need turns, judges cost money, and those scorers work. Another process
-(`services.actor.preview`) renders the prompts.
+Rewards are tried on reference answers and on an empty text. Scorers of mathematics also get boxed answers, and near misses,
+that is, similar wrong answers. A user's function also gets answers to other problems, and numbers that contain the right one. A
+verifier process (`services.verifier.rehearsal`) makes the calls. Three kinds of rewards are left out: those of episodes, which
+need turns, judges, which cost money, and reasoning-gym's own scorers. Another process (`services.actor.preview`) renders the
+prompts.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _BARE = ("task", "exact", "code", *_MATHEMATICS)
 """Scorers for which the reference answer alone is a right answer; for `math_boxed`, with a box around it."""
 
 _OTHERS_TRIED = 6
-"""Number of problems on which a user's function also gets the answer of another problem."""
+"""Number of first problems on which a user's function also gets wrong answers."""
 
 
 @dataclass(frozen=True)
 class Call:
     """One call of a reward on a problem of the set `place` (a key of `Recipe.sets_by_place`). `completion`: text with the
     reference answer or a near miss, or an empty text. `near_miss`: the wrong answer in `completion`, if any. `forms`: pairs of
-    a completion to try and the answer that the reward must find in it ("" = any). The first pair that succeeds is kept.
-    `answer`: the answer that the reward found, if any. `status`: `ok`, or why there is no reward; empty before the call."""
+    a completion to try and the answer that the reward must find in it ("" = any). The call ends when the reward finds the
+    answer of a pair, or fails. `answer`: the answer that was found, if any. `status`: `ok`, or why there is no reward."""
 
     place: str
     problem: Problem
@@ -70,8 +70,8 @@ class Call:
 def rehearse(
     recipe: Recipe, sources: Mapping[str, Source], num_rows: int, environment: Mapping[str, str]
 ) -> tuple[list[Call], list[FieldError]]:
-    """Call the rewards on `num_rows` problems of each set in `sources`, on Linux only. Return the calls and the errors. Raises
-    `ServiceError` if the process that calls them fails."""
+    """Call the rewards on up to `num_rows` problems of each set in `sources`. Return the calls and the errors; on other systems
+    than Linux, make no calls. Raises `ServiceError` if the process that calls the rewards fails."""
     left_out = (("judge", "jsonl"), ("judge", "hub"), ("judge", "reasoning_gym"), ("task", "reasoning_gym"))
     tried = {place: one for place, one in recipe.sets_by_place.items() if (one.reward.scorer, one.task.source) not in left_out}
     shares = {place: one for place, one in tried.items() if place in sources and not one.task.is_episodic}
@@ -116,7 +116,7 @@ def rehearse(
 
 
 def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
-    """Yield a set's calls. The first problem, and problems without a reference answer, are tried with an empty completion."""
+    """Yield the calls to make for a set. An empty completion is tried on the first problem, and where there is no reference."""
     split, there = (Split.TRAIN, num_rows) if share.name in recipe.mixture else (Split.HELDOUT, source.num_heldout)
     if split is Split.TRAIN and isinstance(source, FileSource):
         there = len(source.problems) - source.num_heldout
@@ -139,8 +139,8 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
 
 
 def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
-    """Return pairs (completion, answer to find in it). The completion is `answer` in a text that `answer_pattern` matches, or
-    `answer` alone. For mathematics, both also occur with a box around `answer`."""
+    """Return completions with the answer that the reward must find in each. A completion is `answer` alone, or a text with it
+    that fits `answer_pattern`. For mathematics, there are also completions with a box around `answer`."""
     pattern = share.reward.answer_pattern
     answers = [rf"\boxed{{{answer}}}", answer] if share.reward.scorer in _MATHEMATICS else [answer]
     texts = ((text, form) for form in answers for text in ((written(pattern, form).strip() if pattern else form), form))
@@ -148,14 +148,14 @@ def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
 
 
 def reads(share: ProblemSet, *answers: str) -> bool:
-    """Return whether `answer_pattern` reads at least one of the answers back from a text of its `answer_forms`."""
+    """Return whether `answer_pattern` finds at least one of `answers` in a completion of its `answer_forms`."""
     forms = ((re.finditer(share.reward.answer_pattern, text), one) for one in answers for text, _ in answer_forms(share, one))
     return any(last and (last[0][1] or "").strip() == one for found, one in forms for last in [[*found][-1:]])
 
 
 def written(pattern: str, answer: str) -> str:
-    """Return a text that `pattern` matches in most cases, with `answer` (not empty) as group 1. Of several alternatives, it has
-    the one with the answer or else the first. Parts repeat as rarely as possible; blanks or arbitrary text become a space."""
+    """Return a text with `answer` (not empty) as group 1 of `pattern`. For unusual patterns, the text may not match. Of several
+    alternatives, it has the one with the answer, else the first. Parts repeat as rarely as possible; `.*` becomes a space."""
     frames, is_found, atom = [("", [""])], False, ""  # frames: (opening, each alternative's text); atom: what `times` repeats
     for token, times in _TOKEN.findall(pattern):
         if token[0] == "(":
@@ -204,8 +204,8 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
-    """Yield an error for each set whose reward fails. A reference that cannot be scored is a mistake in its row, so it counts
-    only if no reference can be scored. Empty completions do not count here: a scorer may ignore the reference for them."""
+    """Yield an error for each set whose reward fails: all reference answers fail, or a call fails for another reason than a
+    `bad_reference`. A single `bad_reference` is a mistake in its row, not in the reward."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]
@@ -298,8 +298,8 @@ def _uses_template(share: ProblemSet) -> bool:
 
 
 def preview(recipe: Recipe, sources: Mapping[str, Source], environment: Mapping[str, str], *, all_prompts: bool) -> Preview:
-    """Render the first prompt of each set whose prompts are known before the run. Because this takes seconds, nothing is
-    rendered unless `all_prompts` is true, a set uses a chat template, or the recipe sets a template or its variables."""
+    """Render the first prompt of each set whose prompts are known before the run. This takes seconds, so it is done only if
+    `all_prompts` is true, a set uses a chat template, or the recipe sets a chat template or its variables."""
     shares, set_by_user = recipe.sets_by_place, recipe.model.chat_template or recipe.model.chat_template_kwargs
     if not (all_prompts or set_by_user or any(map(_uses_template, shares.values()))):
         return Preview()
@@ -341,7 +341,7 @@ def _tokenizer(recipe: Recipe) -> Path | None:
 
 
 def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Preview) -> Iterator[FieldError]:
-    """Yield warnings about the chat template, ignored texts, patterns with special tokens, and spelled-out control tokens."""
+    """Yield warnings about the chat template, unused system prompts and instructions, and tokens in patterns and prompts."""
     model, spellings, special = recipe.model, Spellings(set(found.control)), Spellings(set(found.special))
     yield from (FieldError(*doubt) for doubt in found.doubts)
     if model.chat_template and not any(_uses_template(one) or one.task.is_episodic for one in recipe.sets_by_place.values()):

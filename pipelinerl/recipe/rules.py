@@ -1,5 +1,5 @@
-"""Rules between the fields of a recipe, and of its URLs and commands. `fields` has the other rules of single fields, and
-`preflight` checks the machine.
+"""Rules about combinations of a recipe's fields, and about URLs and commands. `fields` checks single fields, and `preflight`
+checks the machine, the data and the user's code.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PACKAGED = {
     "guess": ("environment", "pipelinerl.tasks.environments:GuessNumber"),
     "calculator": ("environment", "pipelinerl.tasks.environments:Calculator"),
 }
-"""Task (`source`, `name`) for which each small model of this package is made. Each model also reads plain prompts of files."""
+"""Task (`source`, `name`) of each small model of this package. A model also reads plain prompts of such problems from files."""
 
 Broken = Iterator[tuple[str, str]]
-"""Pairs (dotted field, problem with its value)."""
+"""Pairs of a dotted field and the text that says what is wrong and what to do."""
 
 
 def undivided(trainer: TrainerConfig, ranks: int) -> Iterator[FieldError]:
@@ -179,7 +179,7 @@ _OF_SCORER = {"json_schema": "json_schema", "tests_field": "code", "test_timeout
 
 
 def _ignored(task: TaskConfig, reward: RewardConfig) -> Broken:
-    """Yield pairs (field of `reward`, fix) for fields that are set but have no effect."""
+    """Yield pairs (field of `reward`, fix), mostly for fields that are set but have no effect."""
     told = set(reward.model_dump(exclude_defaults=True))
     if reward.overlong.buffer_tokens:
         told.add("overlong.buffer_tokens")
