@@ -28,8 +28,8 @@ FOUND_NONE = "reward.answer_pattern found no answer"
 
 
 def thoughts(text: str, prompt: str = "") -> list[tuple[int, int]]:
-    """Return start and end of each thought in a completion. The first may begin in `prompt`, and the last may have no end. An
-    end tag that closes nothing ends a thought that began where the previous one ended, or with the completion."""
+    """Return start and end of each thought in a completion. The first may begin in `prompt`, and the last may have no end tag.
+    An end tag without a beginning ends a thought that began where the previous thought ended, or with the completion."""
     found = list[tuple[int, int]]()
     begin = 0 if re.search(rf"(?:{_BEGINS_THOUGHT})\s*$", prompt) else None
     for tag in re.finditer(f"({_BEGINS_THOUGHT})|{_ENDS_THOUGHT}", text):
@@ -48,7 +48,7 @@ def outside(ranges: Sequence[tuple[int, int]], text: str) -> str:
 def occurs(reference: str, text: str) -> bool:
     """Return whether a text contains the final answer of a reference by itself, not as part of a longer word or number."""
     answer = final_answer(reference)
-    return bool(answer) and re.search(rf"(?<![\w.]){re.escape(answer)}(?![\w.])", text) is not None
+    return bool(answer) and re.search(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\w)", text) is not None
 
 
 def boxes(text: str) -> list[tuple[int, int, str | None]]:
@@ -69,7 +69,7 @@ def boxes(text: str) -> list[tuple[int, int, str | None]]:
 
 
 def final_answer(reference: str) -> str:
-    """Return the answer in a reference; empty if it holds none."""
+    """Return the answer that a reference marks, or the whole reference if it marks none."""
     _, mark, last = reference.rpartition("####")
     if mark:
         return (last.strip().splitlines() or [""])[0].strip()
@@ -82,14 +82,14 @@ def final_answer(reference: str) -> str:
 
 
 def bare_answer(reference: str) -> str:
-    """Return the final answer in lower case, without currency, thousands separators, units and trailing decimal zeros."""
+    """Return the final answer in lower case; a number also without currency, separators, unit and trailing decimal zeros."""
     bare = re.sub(r"\\[!,;: $()]|[$~£€]|(?<=\d),(?=\d{3}(?!\d))", "", final_answer(reference)).lower().strip(" .")
     number = re.fullmatch(r"(-?\d+)(\.\d+)?\s*[a-z%]{0,12}", bare)
     return number[1] + (number[2] or "").rstrip("0").rstrip(".") if number else bare
 
 
 def near_misses(answer: str) -> list[str]:
-    """Return wrong answers that resemble `answer`: its first number alone, its negation, or a pair with swapped parts."""
+    """Return up to three wrong answers like `answer`: its first number alone, its negation, and a pair with swapped parts."""
     bare, misses = re.sub(r"\\[!,;: $()]|[$~£€]", "", answer).strip(" ."), list[str]()
     bare = bare if bare[:1] in ("(", "[") else re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", bare)
     number = re.search(r"\d+(?:\.\d+)?", bare)

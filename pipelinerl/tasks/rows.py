@@ -1,6 +1,6 @@
-"""Read the rows of a data set, from files (JSONL, JSON, CSV, Parquet, compressed or not) or from the Hugging Face hub.
+"""Read the rows of a data set, from files (JSONL, JSON, CSV, TSV, Parquet, perhaps compressed) or from the Hugging Face hub.
 
-The values of a row that cannot be read are a `BadRow`, so that the caller can report all such rows at once.
+If a row cannot be read, it has a `BadRow` in place of values, so that the caller can report all such rows at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a file or of a hub data set. `place` in it: `line 7`, `row 7` or `entry 7`, counted from 1."""
+    """A row of a file or of a hub data set. `place`: position in the file, as `line 7`, `row 7` or `entry 7`, from 1."""
 
     file: str
     place: str
@@ -70,8 +70,8 @@ def value_in(row: Any, name: str) -> Any:
 
 
 def rows_of(config: TaskConfig) -> Iterator[Row]:
-    """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `UserError`: `MissingPackage` if a library
-    is not installed, `Lacking` if neither the hub nor its cache can give the rows, and others for mistakes in the data."""
+    """Yield the rows of `task.path`, at most `task.max_rows` if that is set. Raises `MissingPackage` if a library is
+    not installed, `Lacking` if neither the hub nor its cache can give the rows, and `UserError` for mistakes in the data."""
     rows = _hub_rows(config) if config.source == "hub" else (row for path in files_at(config.path) for row in _file_rows(path))
     yield from islice(rows, config.max_rows or None)
 
@@ -175,7 +175,7 @@ def _jsonl_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Va
 
 
 def _decoded(line: bytes, number: int = 1) -> str:
-    """Return the text of a file's line `number`. Raises `BadRow` if it is not UTF-8, or if a quarter or more of it is zeros."""
+    """Return the text of a file's line `number`. Raises `BadRow` if it is not UTF-8, or if a quarter of its bytes are zero."""
     try:
         text = line.decode()
         if 4 * line.count(0) < len(line):
@@ -194,7 +194,7 @@ def _object(row: Any) -> Values | BadRow:
 
 
 def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read a JSON array of objects, or JSONL if the file does not begin with `[`, since many JSONL files are named .json."""
+    """Read a JSON array of objects. A file without a leading `[` is read as JSONL, since many such files are named .json."""
     content = _whole(path, stream)
     is_array = content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     try:
@@ -213,9 +213,9 @@ def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Val
 
 
 def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read rows under a header. The separator is the one that gives the first line the most columns. A .tsv with a tab in its
-    first line is separated by tabs. A row's number is that of its first line, because a quoted value may span several lines.
-    Rows without values, columns without a name and spaces after separators are skipped, because spreadsheets write them."""
+    """Read rows under a header. The separator is `,`, `;`, tab or `|`, whichever gives the first line the most columns. In a
+    .tsv, tab takes precedence. A row's number is that of its first line, because a quoted value may span several lines. Rows
+    without values, columns without a name and spaces after separators are skipped, because spreadsheets write them."""
     csv.field_size_limit(LONGEST_LINE)
     lines = map(_decoded, _lines(path, stream), count(1))
     reader, first = csv.reader(()), 1
@@ -319,8 +319,8 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit of `task.revision`; None if the hub cannot be reached. Raises `FieldError` if the hub refuses access,
-    or does not have the data set or the revision."""
+    """Return the commit of `task.revision`; None if the hub does not answer. Raises `FieldError` if the hub refuses access, or
+    does not have the data set or the revision."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -5,9 +5,9 @@ problem's number. Held-out questions of files, the hub and reasoning-gym never o
 start. The seed selects held-out rows at random, because files are often sorted, and shuffles the other rows for each pass.
 
 A reasoning-gym family generates problems in blocks of `BLOCK`. A block's seed is derived from the split, the block's number
-and, for training, the run's seed. A training problem whose question is held out is replaced with another one. Some families of
-reasoning-gym 0.1.25 (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder) iterate over sets. Processes
-generate the same problems of these families only with the same PYTHONHASHSEED.
+and, for training, the run's seed. A training problem whose question is held out is replaced with another one. For some
+families of reasoning-gym 0.1.25 (isomorphic_strings, polynomial_multiplication, ransom_note, word_ladder), processes generate
+the same problems only with the same PYTHONHASHSEED, because the families iterate over Python sets.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Split(StrEnum):
 @dataclass(frozen=True)
 class Problem:
     question: str
-    """The prompt as text; JSON of a list of messages, or of an environment's or agent's row; a name if drawn from a seed."""
+    """Text of the prompt; JSON of its messages, or of the row of an environment or agent; a name if there is no row."""
     reference: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values: `answer`; `row`, if the row has other fields that matter; for reasoning-gym also `dataset` and `entry`."""
+    """JSON values: `answer`; `row`, if a reward may need other fields of the row; for reasoning-gym `dataset` and `entry`."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """The prompt's messages, if the row has a list of OpenAI messages; otherwise empty."""
     place: str = field(default="", compare=False)
     """The problem's place, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
     file: str = field(default="", compare=False)
-    """Part of the file's path after `task.path`; empty if `task.path` is the file."""
+    """The file's path without a leading `task.path`; empty if `task.path` is the file."""
 
     @property
     def texts(self) -> list[str]:
@@ -72,9 +72,9 @@ class Source(Protocol):
 
 
 class Interleaving:
-    """Assign a run's problems to several tasks by the tasks' weights, as a pure function of the problem's number. The tasks
-    choose in order. Each takes its share, evenly spaced, of the problems that earlier tasks have left. A task's count among the
-    first n problems differs from its exact share by at most half the number of tasks."""
+    """Assign a run's problems to several tasks in proportion to the tasks' weights, as a pure function of the problem's number.
+    In the order of the recipe, each task takes evenly spaced problems of those that the earlier tasks have left. A task's count
+    among the first n problems differs from its exact proportion by at most half the number of tasks."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(weight) for weight in weights]
@@ -91,8 +91,8 @@ class Interleaving:
 
 
 def make_source(config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> Source:
-    """Make the source of a task. Importing its libraries takes about a second. If the task is only evaluated, `is_trained_on`
-    is False, and all problems of a file may be held out. Raises `UserError` for a user's mistake."""
+    """Make the source of a task. Importing its libraries takes about a second. If `is_trained_on` is False, the task is only
+    evaluated, and all problems of a file may be held out. Raises `UserError` for a user's mistake."""
     if config.path:
         return FileSource(config, seed, is_trained_on=is_trained_on)
     if config.is_episodic:
@@ -147,13 +147,13 @@ class Division:
 
 
 class FileSource:
-    """Problems of files or of the hub. Raises `UserError`, which lists the places of the first bad rows."""
+    """Problems of files or of the hub. Raises `UserError` if rows are bad, with the places of the first ones."""
 
     def __init__(self, config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> None:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Number of problems with a repeated question, the first one's place and text, and the number with another answer."""
+        """Number of rows that repeat a question, the first such row, and how many of them give the question another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
@@ -198,7 +198,7 @@ def _problems(config: TaskConfig) -> Iterator[Problem]:
 
 
 _MOST_TOLD = 10
-"""Maximum number of bad rows that an error lists."""
+"""Maximum number of bad rows in one error message."""
 
 
 def field_names(row: Mapping[str, Any] | BadRow, prefix: str = "") -> Iterator[str]:
@@ -283,7 +283,7 @@ def _without_nulls(message: Any) -> Any:
 
 
 def _text(text: str, what: str) -> str:
-    """Return the text. Raises `BadRow` if it holds half a surrogate pair, which JSON can express but UTF-8 cannot."""
+    """Return the text. Raises `BadRow` if it has half a surrogate pair, which JSON can express but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -306,7 +306,7 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
     """Return the reference answer, and the whole row if a reward may need more than the texts of prompt and answer. Raises
-    `BadRow` if a required answer is missing. Environments, agents and conversations need one only if `answer_field` is set."""
+    `BadRow` if there is no answer. Environments, agents and conversations may lack one if `answer_field` is the default."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
@@ -332,7 +332,7 @@ _OURS = ("seed", "size")
 """Arguments that this module sets for every family."""
 _LIST_FAMILIES = 'python -c "from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))"'
 HELDOUT_SEED = 0
-"""Seed of a family's held-out problems. It is the same for all runs, so that their accuracies can be compared."""
+"""Seed of held-out problems. It is the same for all runs, so that the accuracies of runs can be compared."""
 
 
 class ReasoningGymSource:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.tasks.final_answer import bare_answer, final_answer, near_misses
+from pipelinerl.tasks.final_answer import bare_answer, final_answer, near_misses, occurs
 from services.verifier.rewards.item import BadReference, RewardInput
 from services.verifier.rewards.mathematics import math_scorer
 
@@ -46,6 +46,7 @@ def test_each_reference_of_the_table_is_right_in_a_box_and_its_near_misses_are_w
 def test_the_bare_answer_has_no_currency_separator_unit_or_zeros(reference: str) -> None:
     assert bare_answer(reference) == "1200"
     assert [bare_answer(one) for one in ("Yes.", "-0.50", "1,2", "x = 3")] == ["yes", "-0.5", "1,2", "x = 3"]
+    assert [occurs("#### 42", text) for text in ("It is 42.", "42.5", "142", "x42")] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
