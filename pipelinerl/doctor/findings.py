@@ -1,9 +1,9 @@
 """Findings of the doctor, and rules that make them. Pure.
 
-A family of rules is a generator function: it examines a problem set of a recipe or the records of a run, and yields rows. A row
-has a rule's id, a gravity (`note`, or true for grave, or false for a warning), and the evidence, which is false or empty if the
-rule finds nothing. The finding's field and fix follow, and perhaps its sample and meaning. The family's docstring lists its
-rules in the order of causes, with page, meaning and threshold. A new rule needs an entry there.
+A family of rules is a generator function. It examines a view, that is, a problem set of a recipe or the records of a run, and
+yields rows. A row has a rule's id, a gravity (`note`, or true for grave, or false for a warning), evidence, field and fix, and
+perhaps sample and meaning. The evidence is false or empty if the rule finds nothing. The family's docstring lists its rules,
+causes before effects, with page, meaning and threshold. A new rule needs an entry there.
 Wrong accusations are worse than silence, so thresholds leave room, and rules wait for enough steps.
 """
 
@@ -63,8 +63,8 @@ def rules_of(*families: Family) -> dict[str, tuple[str, ...]]:
 
 
 def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
-    """Return the first finding of each rule in the views, ranked. Each view has an attribute `recipe`. If a family fails, for
-    example on damaged records, its later findings are left out."""
+    """Apply the rules to the views, and return the first finding of each rule, ranked. A view has an attribute `recipe`. If a
+    family fails on a view, for example on damaged records, the findings that it has yielded are kept."""
     findings = list[Finding]()
     for family in families:
         rows, rules = list[tuple[Any, ...]](), rules_of(family)
@@ -88,7 +88,7 @@ def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings by gravity; those of equal gravity keep their order. The first one may explain the others, because
-    rules are listed in the order of causes: lost data, lengths, answers, rewards, numerics, the policy, speed."""
+    rules are listed with causes first: lost data, lengths, answers, rewards, numerics, the policy, speed."""
     return sorted(findings, key=lambda one: GRAVITIES.index(one.gravity))
 
 

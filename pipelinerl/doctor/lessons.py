@@ -15,7 +15,7 @@ from pipelinerl.tasks.final_answer import bare_answer, final_answer, occurs
 _NO_ANSWERS = ("json_schema", "regex", "judge", "code")
 """Scorers whose reference is not a right answer."""
 _DEAD, _FEW = 0.95, 0.75
-"""Shares of groups with equal rewards: at the first, no signal is left, and at the second, a quarter of it."""
+"""Shares of groups with equal rewards. At `_DEAD`, hardly a signal is left; at `_FEW`, a quarter of the groups has one."""
 
 
 def _last(samples: Sequence[Record], kind: Callable[[Record], bool] = bool) -> Record | None:
@@ -39,7 +39,7 @@ def _right(sample: Record) -> bool:
 
 
 def _earned(samples: Iterable[Record]) -> list[float]:
-    """Return what each sample with a reward earned for its answer: the sum of the answer terms or, without any, the reward."""
+    """Return what each sample with a reward earned for its answer: the sum of its answer terms, or its reward without them."""
     terms = [({n: v for n, v in (one.get("terms") or {}).items() if n.partition(".")[0] == "answer"}, one) for one in samples]
     return [sum(of.values()) if of else one["reward"] for of, one in terms if number_at(one, "reward") is not None]
 

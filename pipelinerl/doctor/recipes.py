@@ -37,7 +37,7 @@ ADOPTED: dict[str, tuple[Gravity, str, str]] = {
     "max-lag-too-small": ("warning", "The lag limit is below the lag that full actors cause", "architecture.md#staleness"),
     LACKING: ("note", "This machine lacks something that the recipe needs", "errors.md#before-a-run"),
 }
-"""Findings that other checks of a recipe make: gravity, meaning and page by id, the cause first."""
+"""Gravity, meaning and page of the findings that other checks of a recipe make, by id, causes before effects."""
 _MOST_ROWS, _PROBES = 2000, ("7", "yes", "A", "x")
 _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
@@ -64,7 +64,7 @@ class SetView(Settings):
     """A problem set of an examined recipe, with the facts that rules need."""
 
     def __init__(self, recipe: Recipe, examined: Examination, place: str, held: Sequence[Problem], trained: set[str]) -> None:
-        """`held`: the set's held-out problems; empty without files. `trained`: texts of held-out problems also trained on."""
+        """`held`: the set's held-out problems from files. `trained`: plain texts of held-out problems that are trained on."""
         self.place, self.share, model, count = place, recipe.sets_by_place[place], recipe.model, None
         parameters = 0
         with suppress(UserError, OSError):  # a mistake in the model's folder, which `examine` reports
@@ -77,7 +77,7 @@ class SetView(Settings):
         self.num_trained = len(file.problems) - len(held) if file and place in recipe.tasks_by_place else 0
         self.num_heldout, self.known = len(held), [one.question for one in held if _plain(one) in trained]
 
-        # The first problems, if they are single questions from files, and the answers that completions are compared with.
+        # The first problems, if they come from files and are no episodes, and the answers that completions are compared with.
         problems = file.problems[:_MOST_ROWS] if file and source else []
         self.roles = {str(message["role"]) for one in problems for message in one.messages}
         self.texts = ["\n".join(one.texts) for one in problems]
@@ -110,8 +110,8 @@ class SetView(Settings):
 
     @property
     def indifference(self) -> str:
-        """Evidence from trial calls that the user's function rewards wrong answers: they earn about as much as right ones on
-        average, or each number that contains the right one earns as much as it. Empty if there is none."""
+        """Evidence from trial calls that the user's function rewards wrong answers: these earn about as much as right ones on
+        average, or each number that contains the right number earns as much as a right answer. Empty if there is none."""
         rewards, empty = ([one.reward for one in self.calls if any_ or not one.completion] for any_ in (True, False))
         right = [one.reward for one in self.calls if one.completion and not one.near_miss]
         wrong = [one.reward for one in self.calls if one.near_miss and self.share.reward.is_function]
@@ -140,7 +140,7 @@ def _views(recipe: Recipe, examined: Examination) -> Iterator[SetView]:
 
 
 def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldError] = ()) -> list[Finding]:
-    """Return all findings about a recipe, the cause first. `problems`: further mistakes, such as too little memory."""
+    """Return all findings about a recipe, ranked. `problems`: further mistakes, such as too little memory."""
     found = [(LACKING if isinstance(one, Lacking) else MISTAKE, one) for one in (*examined.problems, *problems)]
     kinds = {(id_, one.field): (id_, one) for id_, one in reversed([*doubts(recipe, examined)])}  # the first of each kind
     found = sorted([*found, *reversed(kinds.values())], key=lambda one: [*ADOPTED].index(one[0]))
@@ -148,7 +148,7 @@ def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldE
 
 
 def quick_findings(recipe: Recipe, examined: Examination) -> list[Finding]:
-    """Return the findings of rules, without those of other checks. This takes a fraction of a second after the examination."""
+    """Return the findings of the rules alone, without those of other checks. This takes a fraction of a second."""
     return apply((*RECIPE_RULES, *SETTINGS_RULES), *_views(recipe, examined))
 
 
@@ -182,8 +182,8 @@ def problems(view: SetView) -> Rows:
         answers are consecutive numbers but prompts are not, or if 20 answers are letters but prompts offer no choices.
     references-shifted (recipes.md#tasks): Answers belong to the question before or after: in at least 50 rows, prompts share
         more words with a neighbour's answer than with their own, by a tenth of an answer's words and by 5 standard errors.
-        Turns of the assistant do not count. The rule is silent if prompts are numbered, or if the row beyond the neighbour has
-        more than half of that excess, as in windows of a time series.
+        Turns of the assistant do not count. The rule is silent if prompts are numbered, or if the answer two rows away has over
+        half of that excess, as in windows of a time series.
     one-answer (recipes.md#tasks): Problems have the same answer: at least 20 references, and 95 % of all, are equal; grave if
         all are, a note from 80 %.
     references-unmatched (recipes.md#rewards): References do not look like answers of completions: half have 8 or more words, 5
@@ -226,7 +226,7 @@ def problems(view: SetView) -> Rows:
 
 
 def _odd(texts: Sequence[str], num: int, share: float, least: int = 1) -> str:
-    """Return how many of `num` texts are odd, and the first, as evidence; "" if fewer than `share` or `least` are odd."""
+    """Return as evidence that `texts` of `num` texts are odd; "" if they are fewer than `least`, or than `share` of `num`."""
     return f"{len(texts)} of {num}, such as {texts[0]!r:.160}" if len(texts) >= max(least, share * num) else ""
 
 
@@ -266,14 +266,14 @@ def _head(text: str) -> set[str]:
 
 
 def _counting(texts: Sequence[str], form: str = r"\D*(\d+)\D*") -> list[str]:
-    """Return the texts that count: they contain one number n, and the next text with a number contains n + 1."""
+    """Return the texts of `form` whose number is n if the next text of `form` has the number n + 1."""
     numbers = {int(found[1]): text for text in texts if (found := re.fullmatch(form, text))}
     return [text for (one, text), (after, _) in pairwise(numbers.items()) if after == one + 1]
 
 
 def _shifted(view: SetView) -> Rows:
-    """Yield the finding `references-shifted`. It must not accuse prompts that contain answers of several earlier rows, such as
-    conversations and windows of a series."""
+    """Yield the finding `references-shifted`. Prompts that contain answers of several earlier rows, such as conversations and
+    windows of a time series, give no finding."""
     asked, said = ([set(re.findall(r"\w+", one.lower())) for one in column] for column in (view.asked, view.columns))
     shares = {by: [len(asked[at] & one) / max(1, len(one)) for at in range(2, len(asked) - 2) for one in [said[at + by]]]
               for by in range(-2, 3)}  # fmt: skip
@@ -297,8 +297,8 @@ def _is_dressed(answer: str) -> bool:
 
 
 def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], int]:
-    """Return the references that earn nothing as a completion's answer, and the number examined. They are written as the answer
-    pattern expects; if that form is not known, the trial calls decide."""
+    """Return references that the reward does not accept, and the number examined: those that `answer_pattern` cannot read
+    back, if texts are compared. If there are none, return the references that earned nothing in trial calls."""
     is_read = view.share.reward.answer_pattern and view.share.reward.scorer in ("task", "exact") and reads(view.share, *_PROBES)
     if is_read and (lost := [one for one in answers if not reads(view.share, one)]):
         return lost, len(answers)
@@ -308,7 +308,7 @@ def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], 
 
 
 def _hits(texts: Iterable[str], *patterns: re.Pattern[str]) -> list[str]:
-    """Return, for each text that a pattern matches, the match of the first such pattern."""
+    """Return, for each text that any pattern matches, the match of the first pattern that matches it."""
     return [hit[0] for text in texts if (hit := next(filter(None, (one.search(text) for one in patterns)), None))]
 
 
@@ -428,7 +428,7 @@ def rewards(view: SetView) -> Rows:
 
 
 def _is_said(words: list[str], text: str) -> bool:
-    """Return whether the text has all words, other than in a prohibition such as `do not use \\boxed`."""
+    """Return whether the text has all `words`. A prohibition such as `do not use \\boxed` does not count."""
     forbidden = rf"(?i)\b(?:not|never|no|without|avoid|omit)\s+(?:\w+\s+){{0,2}}\W?{re.escape(words[0])}"
     return all(word in re.sub(forbidden, "", text) for word in words)
 

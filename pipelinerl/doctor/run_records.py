@@ -28,7 +28,7 @@ YOUNG_S = 600.0
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of a run. A figure that no step has is NaN, so that every comparison with it is false."""
+    """The records of a run. A mean over steps without the figure is NaN, so that every comparison with it is false."""
 
     recipe: Recipe
     steps: Sequence[Record]
@@ -44,7 +44,7 @@ class RunRecords:
     needed_bytes: float = 0.0
     """Expected growth of the run's files until its end, plus the size of one more checkpoint."""
     last_error: str = ""
-    """Last line with an error in the logs of a run without a step."""
+    """Result of `_last_error` if the run has no step."""
 
     @cached_property
     def trained(self) -> list[Record]:
@@ -53,7 +53,7 @@ class RunRecords:
 
     @property
     def window(self) -> int:
-        """Number of steps in an early or late mean: a quarter of the run, between 3 and 20."""
+        """Number of steps in an early or late mean: a quarter of the trained steps, between 3 and 20."""
         return max(_NARROWEST, min(_WIDEST, len(self.trained) // 4))
 
     @property
@@ -61,11 +61,11 @@ class RunRecords:
         return len(self.trained) >= 4 * _NARROWEST
 
     def values(self, key: str, steps: slice = slice(None)) -> list[float]:
-        """Return the finite values of a figure in these trained steps; `a.b` is key b of object a, and true counts as 1."""
+        """Return a figure's finite values in a slice of the trained steps. `a.b` is key b of object a; true counts as 1."""
         return numbers_in(self.trained[steps], key)
 
     def mean(self, key: str) -> float:
-        """Return the mean over the run; NaN if fewer than 3 steps have the figure."""
+        """Return a figure's mean over the trained steps; NaN if fewer than 3 steps have the figure."""
         found = self.values(key)
         return fmean(found) if len(found) >= _NARROWEST else math.nan
 
@@ -76,7 +76,7 @@ class RunRecords:
         return fmean(self.values(key, slice(-self.window, None)) or [math.nan])
 
     def change(self, key: str) -> float:
-        """Return by how many standard errors the late mean is above the early one; 0 if the run is too short to tell."""
+        """Return by how many standard errors the late mean is above the early one; 0 if the run is too short."""
         before, after = self.values(key, slice(self.window)), self.values(key, slice(-self.window, None))
         if not self.is_long or min(len(before), len(after)) < _NARROWEST:
             return 0.0
@@ -120,12 +120,12 @@ class RunRecords:
 
     @property
     def has_signal(self) -> bool:
-        """Return whether at least a twentieth of the groups had unequal rewards. A learned baseline needs no such group."""
+        """Return whether over a twentieth of the groups had unequal rewards. With a learned baseline, always return True."""
         return self.recipe.algorithm.advantage == "value" or not self.mean("equal_reward_groups") >= 0.95
 
     def share_of(self, outcome: str, prefixes: tuple[str, ...] = ()) -> tuple[float, str]:
-        """Return which share of the ended sequences has this `outcome`, and the outcome's most frequent reason, or "" without
-        reasons. With `prefixes`, count only reasons that begin with one of them. The divisor is at least the batch size."""
+        """Return the share of ended sequences with this `outcome`, and the outcome's most frequent reason, or "" if unknown.
+        With `prefixes`, count only reasons that begin with one of them. The divisor is at least the batch size."""
         counts = self.summary.get("sequences") or (self.steps[-1].get("sequences") if self.steps else None) or {}
         known = {name: n for name, n in (self.reasons.get(outcome) or {}).items() if not prefixes or name.startswith(prefixes)}
         num = sum(known.values()) if prefixes or known else counts.get(outcome) or 0
@@ -145,7 +145,7 @@ def number_at(record: Record, key: str) -> float | None:
 
 
 def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, is_running: bool = False) -> RunRecords:
-    """Return the records of the run in `folder`. `reasons`: as in `RunRecords`; None: read them from summary or journal."""
+    """Return the records of the run in `folder`. If `reasons` is None, read the reasons from the summary or the journal."""
     run_dir, journal = RunDir(folder, ""), folder / JOURNAL
     summary = {} if is_running else read_json(run_dir.summary)  # an earlier start may have left one
     steps = read_jsonl(run_dir.metrics)
@@ -176,7 +176,7 @@ def _reasons_in(journal: Path) -> dict[str, dict[str, int]]:
 
 
 def _last_error(logs: Path) -> str:
-    """Return the last line with an error in a service's log, after the service's name; empty if there is none."""
+    """Return the last line with an error in the first log that has one, after the service's name; empty if no log has."""
     for path in (logs / f"{name}.log" for name in ("trainer", "actor-0", "verifier", "model", "nats")):
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
         if found := [line for line in lines if "error" in line.lower()]:

@@ -29,7 +29,7 @@ _LOST = (
     ("actor-differs", ("actor_quarantined",), "actor.engine", "compare its GPU and software with those of other actors"),
     ("sequences-lost", _OTHERS, "logs", "docs/errors.md lists causes by reason; the logs have the first error"),
 )
-"""Rules about failed sequences: id, beginnings of the reasons, and the field and fix for reasons that `_FIXES` lacks."""
+"""Rules about failed sequences: id, beginnings of the reasons, field and fix. `_FIXES` has other fixes for some reasons."""
 _LONG = ("model.max_context", "raise it, or drop long problems")
 _FIXES = {
     "reward_timeout": ("reward.timeout_s", "raise it above the slowest call that pipelinerl validate shows"),
@@ -225,20 +225,20 @@ def speed(run: RunRecords) -> Rows:
 
 FIGURE_RULES = (numerics, policy, speed)
 RUN_RULES = (losses, *lessons.RULES, *FIGURE_RULES)
-"""Rules in the order of causes: what an earlier rule finds may explain what a later one finds."""
+"""Families of rules. What an earlier rule finds may explain what a later rule finds."""
 
 
 def examine_run(
     folder: Path, recipe: Recipe | None = None, reasons: Reasons | None = None, *, is_running: bool = False
 ) -> list[Finding]:
-    """Return the findings about the run in `folder`, the cause first. `recipe` and `reasons` (numbers of sequences by outcome
-    and reason) are read there if they are None. Raises `FieldError` if the folder is not a run's."""
+    """Return the findings about the run in `folder`, ranked. `recipe` and `reasons` (numbers of sequences by outcome and
+    reason) are read from the folder if they are None. Raises `FieldError` if the folder is not a run's."""
     recipe = recipe or recipe_of_run(RunDir(folder, "").recipe)
     return findings_about(records_in(folder, recipe, reasons, is_running=is_running))
 
 
 def findings_about(run: RunRecords) -> list[Finding]:
-    """Return the findings about a run. Those about the settings of a run that has learned are only notes."""
+    """Return the findings about a run, ranked. If the run has learned, findings about its settings are notes."""
     parameters = 0
     with suppress(UserError, OSError):  # the model may be on another machine
         parameters = known_parameters(run.recipe.model)

@@ -1,6 +1,6 @@
 """Rules about values of recipe fields that spoil a run on any task: sampling, optimizer and loss. Pure.
 
-They are applied before a run, and again to a run's records. If the run has learned, their findings become notes.
+They are applied to a recipe before a run, and again with a run's records. If the run has learned, their findings become notes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pipelinerl.rl.groups import CUTTING, groups_per_step
 _TOY = 2e7
 """Number of parameters below which a model needs a hundred times the learning rate of a language model."""
 _USUAL_PARAMETERS, _USUAL_WIDTH = 1e8, 4096
-"""Assumed number of parameters if it is unknown; a small one makes rules report less. Assumed width of every model."""
+"""Assumed number of parameters if it is unknown, and assumed width. The number is small, so that rules report less."""
 _ANY = (-math.inf, math.inf)
 
 
 @dataclass
 class Settings:
-    """A recipe, its model's number of parameters (0 if unknown), and by set, the largest trial reward of a user's function."""
+    """A recipe, and its model's number of parameters (0 = unknown). `earned`: by set, largest trial reward of a function."""
 
     recipe: Recipe
     parameters: int = 0
@@ -75,8 +75,8 @@ def ranges(view: Settings) -> Rows:
     penalty-dominates (learning.md#losses): A term outweighs the reward: kl_coefficient is above 0.2 (grave: 10),
         entropy_coefficient above 0.05 (1), value_coefficient above 5 (1,000), or trainer.value_learning_rate above 0.05 (1).
     bounds-wrong (learning.md#losses): The loss's bounds keep few tokens, or bound nothing: clip_high is outside 0.01 to 10
-        (cispo: above 10; gspo: above 0.05), clamp is outside 1 to 100, a mask is within 10 % of 1 (grave: 1 %), or mask_kl is
-        under 0.001.
+        (cispo: above 10; gspo: above 0.05), clamp is outside 1 to 100, mask_low or mask_high is within 10 % of 1 (grave:
+        1 %), or mask_kl is under 0.001.
     reward-scale (recipes.md#rewards): Rewards have an unusual size: reward.correct, or the largest reward of your function in a
         trial call, is above 50 or under 0.01; a note if advantages are divided by the standard deviation of rewards.
     batch-small (learning.md#from-rewards-to-advantages): Too few problems shape the gradient: trainer.batch_size equals
