@@ -226,7 +226,7 @@ def problems(view: SetView) -> Rows:
 
 
 def _odd(texts: Sequence[str], num: int, share: float, least: int = 1) -> str:
-    """Return as evidence that `texts` of `num` texts are odd; "" if they are fewer than `least`, or than `share` of `num`."""
+    """Return evidence about the odd `texts` among `num` texts; "" if they are fewer than `least`, or than `share` of `num`."""
     return f"{len(texts)} of {num}, such as {texts[0]!r:.160}" if len(texts) >= max(least, share * num) else ""
 
 
@@ -266,7 +266,7 @@ def _head(text: str) -> set[str]:
 
 
 def _counting(texts: Sequence[str], form: str = r"\D*(\d+)\D*") -> list[str]:
-    """Return the texts of `form` whose number is n if the next text of `form` has the number n + 1."""
+    """Return the texts whose number is one less than that of the next text with a number. `form` captures the number."""
     numbers = {int(found[1]): text for text in texts if (found := re.fullmatch(form, text))}
     return [text for (one, text), (after, _) in pairwise(numbers.items()) if after == one + 1]
 
@@ -297,8 +297,8 @@ def _is_dressed(answer: str) -> bool:
 
 
 def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], int]:
-    """Return references that the reward does not accept, and the number examined: those that `answer_pattern` cannot read
-    back, if texts are compared. If there are none, return the references that earned nothing in trial calls."""
+    """Return references that the reward does not accept, and the number examined. If texts are compared, these are references
+    that `answer_pattern` cannot read. If there are none, they are references that earned nothing in trial calls."""
     is_read = view.share.reward.answer_pattern and view.share.reward.scorer in ("task", "exact") and reads(view.share, *_PROBES)
     if is_read and (lost := [one for one in answers if not reads(view.share, one)]):
         return lost, len(answers)

@@ -23,7 +23,7 @@ _ANY = (-math.inf, math.inf)
 
 @dataclass
 class Settings:
-    """A recipe, and its model's number of parameters (0 = unknown). `earned`: by set, largest trial reward of a function."""
+    """A recipe, and its model's `parameters` (0 = unknown). `earned`: largest trial reward of a user's function, by set."""
 
     recipe: Recipe
     parameters: int = 0

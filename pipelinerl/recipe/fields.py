@@ -233,7 +233,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     chat_template: str = Field("", description="Jinja chat template, or its path; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}
-    """Values of the chat template's variables, such as `enable_thinking: false`; templates in checkpoints default to them."""
+    """Values of the chat template's variables, such as `enable_thinking: false`. In checkpoints, they are defaults."""
 
     @model_validator(mode="before")
     @classmethod
@@ -497,7 +497,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 class AlgorithmConfig(Section):
     loss: Literal["reinforce", "ppo_clip", "grpo", "gspo", "cispo"] = "reinforce"
     """`reinforce`: truncated importance weights (paper, eq. 5). `ppo_clip`, `grpo`: clipped ratio per token. `gspo`: one ratio
-    per sequence. `cispo`: clipped importance weights. `grpo`, `gspo` and `cispo` also change the defaults of other fields."""
+    per sequence or branch. `cispo`: clipped importance weights. `grpo`, `gspo` and `cispo` also change the defaults of other fields."""
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
     clip_low: float = Field(0.2, gt=0, le=1)
     """Ratios below 1 − `clip_low` are clipped. The default is 3e-4 with `gspo` and 1 with `cispo`."""
@@ -505,8 +505,8 @@ class AlgorithmConfig(Section):
     """Ratios above 1 + `clip_high` are clipped. The default is 4e-4 with `gspo` and 4 with `cispo`."""
     mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = "none"
     """Tokens left out of the policy loss. `icepop`: each token whose π / μ is out of bounds. `sequence`: all tokens of a
-    sequence if its geometric mean of π / μ is out of bounds. `off_policy_sequence`: all tokens of a sequence if its advantage
-    is negative and its mean of log μ − log π is above `mask_kl`."""
+    sequence (in episodes: branch) if its geometric mean of π / μ is out of bounds. `off_policy_sequence`: all its tokens if its
+    advantage is negative and its mean of log μ − log π is above `mask_kl`."""
     mask_low: float = Field(0.5, ge=0, le=1, description="Lower bound of π / μ for `icepop` and `sequence`.")
     mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
     mask_kl: float = Field(0.5, ge=0, description="δ, nats: limit for `off_policy_sequence`.")

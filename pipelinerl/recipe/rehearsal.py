@@ -37,7 +37,7 @@ _MATHEMATICS = ("math", "math_boxed")
 _PACKAGES = {"math": ("mpmath",), "math_boxed": ("mpmath",), "json_schema": ("jsonschema",)}
 """Packages of scorers, which may be missing on a machine that only checks recipes."""
 _BARE = ("task", "exact", "code", *_MATHEMATICS)
-"""Scorers for which the reference answer alone is a right answer; for `math_boxed`, with a box around it."""
+"""Scorers that accept the reference answer without other text. For `math_boxed`, it needs a box."""
 
 _OTHERS_TRIED = 6
 """Number of first problems on which a user's function also gets wrong answers."""
@@ -238,7 +238,7 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
 
 def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
     """Yield a warning if nothing could be learned: no reference answer earns a reward, or all earn the same as an empty text.
-    Rewards of 0 cause no warning if the scorer does not accept a reference answer alone."""
+    Rewards of 0 cause a warning only for scorers that accept a reference answer alone."""
     scorer, good = share.reward.scorer, [call for call in calls if call.status == "ok"]
     answers, earned = [call for call in good if call.completion], {call.reward for call in good}
     is_same = len(earned) == 1 and len(answers) < len(good)
@@ -341,7 +341,7 @@ def _tokenizer(recipe: Recipe) -> Path | None:
 
 
 def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Preview) -> Iterator[FieldError]:
-    """Yield warnings about the chat template, unused system prompts and instructions, and tokens in patterns and prompts."""
+    """Yield warnings about the chat template, unused system prompts and instructions, and special tokens in texts."""
     model, spellings, special = recipe.model, Spellings(set(found.control)), Spellings(set(found.special))
     yield from (FieldError(*doubt) for doubt in found.doubts)
     if model.chat_template and not any(_uses_template(one) or one.task.is_episodic for one in recipe.sets_by_place.values()):

@@ -1,6 +1,6 @@
 """Make the source of problems that a recipe's task section describes.
 
-With the same settings, the same split and index give the same problem in every process, so that a feeder can resume from a
+With the same settings, the same split and index give the same problem in every process, so that a run can resume from a
 problem's number. Held-out questions of files, the hub and reasoning-gym never occur in training. All rows are read at the
 start. The seed selects held-out rows at random, because files are often sorted, and shuffles the other rows for each pass.
 
@@ -306,7 +306,7 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
     """Return the reference answer, and the whole row if a reward may need more than the texts of prompt and answer. Raises
-    `BadRow` if there is no answer. Environments, agents and conversations may lack one if `answer_field` is the default."""
+    `BadRow` if the row lacks `answer_field`. Environments, agents and conversations may lack the default `answer_field`."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
