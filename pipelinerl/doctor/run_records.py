@@ -167,7 +167,7 @@ def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, 
 
 
 def _reasons_in(journal: Path) -> dict[str, dict[str, int]]:
-    """Return `sequence_reasons`, as in a summary, from a journal."""
+    """Return the number of sequences in a journal by outcome and reason."""
     counts: dict[str, Counter[str]] = {}
     for _, line in read_lines(journal):  # damaged lines, which `pipelinerl audit` reports, are left out
         if (event := parse_event(line) or {}).get("event") == "close" and event.get("reason"):

@@ -497,7 +497,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 class AlgorithmConfig(Section):
     loss: Literal["reinforce", "ppo_clip", "grpo", "gspo", "cispo"] = "reinforce"
     """`reinforce`: truncated importance weights (paper, eq. 5). `ppo_clip`, `grpo`: clipped ratio per token. `gspo`: one ratio
-    per sequence or branch. `cispo`: clipped importance weights. `grpo`, `gspo` and `cispo` also change the defaults of other fields."""
+    per sequence or branch. `cispo`: clipped importance weights. `grpo`, `gspo`, `cispo` also change other fields' defaults."""
     clamp: float = Field(5.0, ge=1, description="c: upper bound of the importance weight in the loss (paper: 5).")
     clip_low: float = Field(0.2, gt=0, le=1)
     """Ratios below 1 − `clip_low` are clipped. The default is 3e-4 with `gspo` and 1 with `cispo`."""
