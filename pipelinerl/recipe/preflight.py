@@ -70,7 +70,7 @@ sys.exit({_IMPORTED})
 def try_import(field: str, path: str, config: str, environment: Mapping[str, str], code: str = _IMPORT) -> None:
     """Import `pkg.module:name` in a separate process, because a user's module may do anything. As in the verifier, modules in
     the current folder are found. The object is not called, but a tool's parameters and an environment's methods are checked.
-    `config` is `task.config` as JSON. Raises `MissingPackage` if a module is not installed, and `UserError` otherwise."""
+    `config` is `task.config` as JSON. Raises `MissingPackage` if a module is not installed, or another `UserError`."""
     command = [sys.executable, "-c", code, field, path, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, env=environment)

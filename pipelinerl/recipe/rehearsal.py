@@ -2,10 +2,9 @@
 render prompts as the policy will see them, and check the chat template. No model is loaded.
 
 Rewards are tried on reference answers and on an empty text. Scorers of mathematics also get boxed answers, and near misses,
-that is, similar wrong answers. A user's function also gets answers to other problems, and numbers that contain the right one. A
-verifier process (`services.verifier.rehearsal`) makes the calls. Three kinds of rewards are left out: those of episodes, which
-need turns, judges, which cost money, and reasoning-gym's own scorers. Another process (`services.actor.preview`) renders the
-prompts.
+that is, similar wrong answers. A user's function also gets answers to other problems, and numbers that contain the right one.
+Three kinds of rewards are left out: those of episodes, which need turns, judges, which cost money, and reasoning-gym's scorers.
+The process `services.verifier.rehearsal` makes the calls, and `services.actor.preview` renders the prompts.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Split(StrEnum):
 @dataclass(frozen=True)
 class Problem:
     question: str
-    """Text of the prompt; JSON of its messages, or of the row of an environment or agent; a name if there is no row."""
+    """Text of the prompt; JSON of its messages, or of the row of an environment or agent; a name if drawn from a seed."""
     reference: Mapping[str, Any] = field(default_factory=dict)
     """JSON values: `answer`; `row`, if a reward may need other fields of the row; for reasoning-gym `dataset` and `entry`."""
     messages: tuple[Mapping[str, Any], ...] = ()
