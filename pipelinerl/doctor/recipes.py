@@ -175,11 +175,11 @@ def problems(view: SetView) -> Rows:
 
     prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context, or
         the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
-    columns-mixed (recipes.md#tasks): A wrong column is read: 90 % of at least 8 prompts show their answer. Grave if a prompt
-        equals the answer, or has it after the text that the reward looks for; a warning if a prompt begins or ends with it; a
-        note if a number inside a prompt is the answer. Also grave if prompts are file names, addresses or hashes, or at
-        least 20 are consecutive numbers; with a system prompt or an instruction, that is a warning. A warning if at least 20
-        answers are consecutive numbers but prompts are not, or if 20 answers are letters but prompts offer no choices.
+    columns-mixed (recipes.md#tasks): A wrong column is read: in 90 % of 8 or more rows. Grave if prompts equal the answer, have
+        it after the text that the reward looks for, or are file names, addresses, hashes or (in 20 rows) consecutive numbers;
+        with a system prompt or an instruction, such names and numbers are a warning. A warning if prompts begin or end with
+        the answer, if 20 answers are consecutive numbers but prompts are not, or if 20 answers are letters but prompts offer no
+        choices. A note if a number inside prompts is the answer.
     references-shifted (recipes.md#tasks): Answers belong to the question before or after: in at least 50 rows, prompts share
         more words with a neighbour's answer than with their own, by a tenth of an answer's words and by 5 standard errors.
         Turns of the assistant do not count. The rule is silent if prompts are numbered, or if the answer two rows away has over
@@ -297,8 +297,8 @@ def _is_dressed(answer: str) -> bool:
 
 
 def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], int]:
-    """Return references that the reward does not accept, and the number examined. If texts are compared, these are references
-    that `answer_pattern` cannot read. If there are none, they are references that earned nothing in trial calls."""
+    """Return references that the reward does not accept, and the number examined. If texts are compared and `answer_pattern`
+    cannot read some references, return these. Otherwise, return references that earned nothing in trial calls."""
     is_read = view.share.reward.answer_pattern and view.share.reward.scorer in ("task", "exact") and reads(view.share, *_PROBES)
     if is_read and (lost := [one for one in answers if not reads(view.share, one)]):
         return lost, len(answers)
