@@ -24,7 +24,7 @@ from pipelinerl.service.settings import TrainerSettings, read_settings
 log = logging.getLogger(__name__)
 
 SHUTDOWN_S = 30
-"""Seconds until ranks that were told to stop are killed, in addition to the time for the last checkpoint."""
+"""Seconds from the signal to stop until the ranks are killed, in addition to the time for the last checkpoint."""
 RENDEZVOUS_TIMEOUT_S = 900
 """Maximum seconds that a node waits for the other nodes, which may have to pull images first."""
 

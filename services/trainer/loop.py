@@ -1,6 +1,6 @@
 """The optimizer loop: take batches from `Intake`, compute steps, send versions through `WeightUpdater`, evaluate and record.
 
-A version is sent once no earlier one is in transfer. While an evaluation or probe measures a version, actors only stage the
+A version is sent when no earlier version is in transfer. While an evaluation or probe measures a version, actors only stage the
 next one, and no further version is sent. Except in conventional mode, the next batch is computed while a version is sent. A
 single compute thread makes all calls to the model, through `PolicyTrainer`. With `actor.colocate`, trainer and engine take
 turns: the steps of a phase begin when the engine sleeps, and the engine wakes up for the version after these steps.
@@ -196,7 +196,7 @@ class OptimizerLoop:
         self._base: Logprobs | None = None
         """Log-probabilities of the probe when this trainer started; with adapters, those of the initial model."""
         self._carried_s: dict[str, float] = {}
-        """Seconds spent after the last step. They count in the next step's record."""
+        """Seconds by activity after the last step. They count in the next step's record."""
         self._passed_over = False
         """True if the current version was not sent, because the commit of an earlier one waits for a measurement to end."""
         self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0

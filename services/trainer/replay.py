@@ -90,8 +90,8 @@ def nearest_start(run_dir: Path, first: int) -> tuple[int, Path | None]:
 
 def plan_of(args: Options, run_dir: Path) -> Plan:
     """Return the plan for the user's range or, with `args.checkpoint`, for version `args.last`. Steps that a restart undid
-    and that were not repeated are left out. Raises `FieldError` if the first or the last step is not recorded, and
-    `ServiceError` if the file of `begin` is damaged."""
+    and that were not repeated are left out. Raises `FieldError` for a range that is not recorded or is reversed,
+    and `ServiceError` if `begin` cannot be read."""
     known = digests(run_dir)
     recorded = [step for step in recorded_steps(run_dir) if step in known or not known]
     if not recorded:

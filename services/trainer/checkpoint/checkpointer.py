@@ -49,7 +49,7 @@ class WrittenCheckpoint:
     folder: Path
     version: int
     position: int
-    """Position in SEQUENCES of the last message that the checkpoint covers."""
+    """Position in SEQUENCES of the last message that was read before the checkpoint."""
     seconds: float
 
 
@@ -89,7 +89,7 @@ class Checkpointer:
         self._run_dir, self._config, self._journal = run_dir, config, journal
         self._begin, self._capture, self._written = begin, capture, written
         self.positions = dict(start.positions)
-        """By version of a kept checkpoint: position of the last message in SEQUENCES that the checkpoint covers."""
+        """By version of a kept checkpoint: position of the last message in SEQUENCES that was read before it."""
         self.saved_at_s = start.saved_at_s
         """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
         self._began_version, self._began_s = start.version, time.monotonic()
@@ -119,7 +119,7 @@ class Checkpointer:
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[None]:
-        """Context to compute and record a step. No checkpoint begins in it. After `write(last=True)`, it blocks forever."""
+        """Context to compute and record a step. No checkpoint begins in it. After `write(last=True)`, no step can begin."""
         async with self._boundary:
             if self._over:
                 await asyncio.Event().wait()  # waits until the process ends
@@ -151,7 +151,7 @@ class Checkpointer:
             await asyncio.wait({self._newest[1]})
 
     async def _start(self, *, anew: bool = False) -> asyncio.Task[WrittenCheckpoint]:
-        """Start a checkpoint of the current version. Unless `anew`, reuse one that is written or being written."""
+        """Start a checkpoint of the current version. Unless `anew`, return its last one if this has not failed."""
         state = self._capture()
         version = state.policy_version
         if not anew and self._newest is not None and self._newest[0] == version:
@@ -249,7 +249,7 @@ class PolicyExport:
 
 
 def load_value_head(policy: Policy, folder: Path) -> None:
-    """Load the value head from a checkpoint's `folder`, if there is one. Raises `FieldError` if it does not fit `policy`."""
+    """Load the value head from a checkpoint's `folder`, if both have one. Raises `FieldError` if it does not fit `policy`."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
         return
     try:

@@ -45,7 +45,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def tidy(parent: Path) -> None:
-    """Clean `parent` after a killed checkpoint write: restore the previous folder, and remove partial folders."""
+    """Clean `parent` after a killed write: remove partial folders, and restore an old folder if the new one is missing."""
     for replaced in parent.glob(f".*{_REPLACED}*"):
         folder = parent / replaced.name[1:].partition(_REPLACED)[0]
         if not folder.exists():

@@ -1,8 +1,8 @@
 """Resume state: the part of a checkpoint that is not tensors, and `lineage.json`.
 
-`lineage.json` records the version at each start of this run's trainer, the latest recipe, and when training began. A trainer
-writes it before it publishes anything, so no two trainers of a run use the same incarnation number. A checkpoint has
-`run.json`, and `sequences.pb`: received sequences without outcome, as length-delimited protobuf messages.
+`lineage.json` records the version at each start of this run's trainer, the recipe and its changes, and when training began. A
+trainer writes it before it publishes anything, so no two trainers of a run use the same incarnation number. A checkpoint has
+`run.json`, and `sequences.pb`: received sequences that wait for training, as length-delimited protobuf messages.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class Start:
     """Folder `…/resume` of the checkpoint to resume from."""
     state: RunState | None = None
     positions: Mapping[int, int] = field(default_factory=dict)
-    """By version, oldest first: position of the last message in SEQUENCES that the checkpoint of this version covers."""
+    """By version of a checkpoint, oldest first: position of the last message in SEQUENCES that was read before it."""
     saved_at_s: float | None = None
     """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
     changes: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 The state is a set of named tensors, independent of the number of ranks that share it and of the computation's dtype:
 
-    weight/<parameter>      float32: the master copy if there is one. With adapters, only their weights
+    weight/<parameter>      float32: a trained parameter, or its master copy if it has 16 bits
     exp_avg/<parameter>     float32: AdamW's state, with exp_avg_sq/… and step/… (a scalar); 8-bit moments are dequantised
     steps_taken             int64: steps of the learning-rate schedule
     rng/<device>/<rank>     uint8: torch's random state, for `cpu` and, if there is one, `cuda`
@@ -11,8 +11,8 @@ The state is a set of named tensors, independent of the number of ranks that sha
 weights and the reference are not saved, because they are those of the initial model.
 
 The files are torch.distributed.checkpoint's: each rank writes its part, and any number of ranks can read them. `.metadata` is a
-pickle, so restore only the files of your own runs. It is written last, so a folder without it is incomplete. `dcp.async_save`
-is not used, because it needs the folder's path when it stages, and stages into new memory each time.
+pickle, so restore only the files of your own runs. A folder without `.metadata` is incomplete. `dcp.async_save` is not used,
+because it needs the folder's path when it stages, and stages into new memory each time.
 
 On rank 0's order, all ranks stage between the same two steps. Rank 0 sends the folder's path later, through a process group
 that only the writing threads use, so that training never waits for it.
@@ -111,7 +111,7 @@ class _Writer(dcp.FileSystemWriter):
 
 @torch.no_grad()
 def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copy this rank's share of `learner_state` into host memory, and wait until it is complete. `reused`: an earlier result
+    """Copy this rank's share of `learner_state` into host memory, and wait for the copies. `reused`: an earlier result
     that is already written; its memory is used again."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in learner_state(learner).items():

@@ -125,7 +125,7 @@ class Evaluator:
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Evaluate `version`. The caller must hold later commits. Raises `ServiceError` if no problem gets a timely verdict."""
+        """Evaluate `version`. No later version may be committed. Raises `ServiceError` if no problem gets a verdict in time."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             return self._result(version, await self._answers(version, trace_of(span)))
 

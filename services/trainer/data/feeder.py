@@ -44,8 +44,8 @@ async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], 
     """Return (start, prompts, arrived), which describe what an earlier incarnation left on the streams. `start`: position after
     which to read the log. `prompts`: newest position of each group on PROMPTS. `arrived`: groups with a sequence after `start`.
 
-    `position`: last message of SEQUENCES that the checkpoint covers. PROMPTS is read first, because an actor stores a group's
-    sequences before it acknowledges the group. A group that has left PROMPTS is thus already in the log.
+    `position`: last message of SEQUENCES that was read before the checkpoint. PROMPTS is read first, because an actor stores a
+    group's sequences before it acknowledges the group. A group that has left PROMPTS is thus already in the log.
     """
     prompts = {group_id_of(msg_id): at for msg_id, at in (await bus.pending_prompts()).items()}
     log_now = await bus.sequences_info()
@@ -131,7 +131,7 @@ class Feeder:
         self.look_again()
 
     def take_figures(self) -> dict[str, Any]:
-        """Return a step record's figures about sequences. `ended_by_length` covers the time since the previous call."""
+        """Return a step record's figures about sequences. `ended_by_length` counts from the previous call on."""
         tracker, room = self.tracker, self.room
         return {
             "in_flight": room.in_flight,
@@ -143,7 +143,7 @@ class Feeder:
         }
 
     def look_again(self) -> None:
-        """Have `run` check the allowance again. Call this after a change of the version, the tracker or a limit."""
+        """Have `run` compute again how many groups to issue. Call this if the version, the tracker or a limit changes."""
         self._look.set()
 
     async def run(self) -> None:
@@ -160,8 +160,8 @@ class Feeder:
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
         """Take over the groups of an earlier incarnation, which reserved all numbers below `reserved`. Call this before reading
-        the log. First open all groups up to the last reserved one on a stream; `run` opens later ones. Then publish the open
-        groups that are on no stream again, with message ids that end with `name`, and return their number. `prompts`,
+        the log. First open all groups up to the last one on a stream; `run` opens later ones. Then publish again the open
+        groups that are on no stream, with message ids that end with `name`, and return their number. `prompts`,
         `arrived`: groups on the streams (`scan_in_flight`)."""
         named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
         last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)
@@ -236,8 +236,8 @@ def group_seed(run_seed: int, group_number: int) -> int:
 
 
 def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[int], PromptGroup]:
-    """Return the function from a number to the training problem with this number (`encode`). Runs with the same seed have the
-    same problems. Raises `FieldError` or `UserError` if a task cannot be used."""
+    """Return a function that returns the training problem with a given number, encoded by `encode`. Runs with the same seed
+    have the same problems. Raises `FieldError` or `UserError` if a task cannot be used."""
     shares = list(recipe.mixture.values())
     sources = [make_source(share.task, recipe.seed) for share in shares]
     interleaving = Interleaving([share.weight for share in shares])

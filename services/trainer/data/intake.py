@@ -151,7 +151,7 @@ class Intake:
         return self._handed_out
 
     def close(self, batch: list[TrainingGroup], version: int, *, skipped: bool) -> None:
-        """Close the sequences of a computed step, which produced `version`."""
+        """Close the sequences of the step that produced `version`: as trained, or as failed if the step was skipped."""
         for group in batch:
             if skipped:
                 self._tracker.close(group.sequences, Outcome.FAILED, SKIPPED)
@@ -160,8 +160,8 @@ class Intake:
         self._tracker.end_step(version)
 
     def held(self) -> HeldSequences:
-        """Return the sequences that have arrived but have no outcome yet. Call this between two steps, after the last batch is
-        closed."""
+        """Return the sequences that have arrived but have no outcome yet. Call this between two steps, after the computed
+        batch is closed."""
         is_open = self._tracker.ledger.is_open
         handed_out = [group for group in self._handed_out if is_open(group.sequences[0].sequence_id)]
         return HeldSequences((*handed_out, *self._phase), tuple(self.ready), self._tracker.held())
@@ -181,7 +181,7 @@ class Intake:
             await self._add(sequence)
 
     def _read(self, entry: LogEntry) -> Sequence | None:
-        """Return the sequence in a log entry; None if the entry is unusable and matches no pending sample."""
+        """Return the sequence in a log entry. For an unusable one, return its pending sample as failed, or None without one."""
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:

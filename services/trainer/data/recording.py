@@ -36,7 +36,7 @@ _OF_SEQUENCE = (
     *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "actor", "reward", "generation_s"),
     *("prompt_text", "completion_text", "reference_json", "answer", "reason"),
 )
-"""Columns named like the field of `Sequence` that they hold. All rows of a sequence have the same value."""
+"""Columns that have the name of a field of `Sequence`, and its values. All rows of a sequence have the same value."""
 
 
 def recorded_file(run_dir: Path, step: int) -> Path:
@@ -79,7 +79,7 @@ def write_step(run_dir: Path, recorded: RecordedStep) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_whole(path, content.getvalue(), durably=True)
     except OSError as error:
-        why = f"record: true, but step {recorded.step} cannot be recorded in {path}"
+        why = f"the recipe has record: true, but step {recorded.step} cannot be recorded in {path}"
         raise ServiceError(f"{why}: {first_line(error)}") from error
 
 

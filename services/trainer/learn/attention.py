@@ -2,14 +2,14 @@
 
 With transformers' `sdpa` and `eager`, a packed row has a [T, T] mask, which is quadratic in the row's tokens. The attention
 registered here copies the sequences into padded batches. Padding is harmless: it follows the tokens of a sequence, attention is
-causal, and outputs of padding are dropped. On a GPU with 16-bit weights, torch's variable-length flash kernel is used instead.
+causal, and outputs of padding are dropped. On a GPU in 16 bits, torch's variable-length flash kernel is used instead.
 
 Sequences with the same prompt may share its tokens in the packed row. Attention copies these tokens for each sequence, and the
 backward pass adds up the gradients of all copies.
 
 If P ranks share a row, all-to-all exchanges around attention turn [tokens / P, heads] into [tokens, heads / P] and back
 (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank of the row collects all scores and computes the same loss. Gradients flow only
-through a rank's own part, so their sum over ranks is the row's gradient. P must divide the number of heads.
+through a rank's own part, so the sum over ranks is the row's gradient. P must divide the number of attention heads.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
-    """Return `values` as a tensor on `device`, without waiting. On the CPU, the tensor shares the memory of `values`. Copies to
-    a GPU go through pinned memory, because otherwise the host would wait for all queued work."""
+    """Return `values` as a tensor on `device`, without waiting. On the CPU, the tensor may share the memory of `values`. Copies
+    to a GPU go through pinned memory, because otherwise the host would wait for all queued work."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
@@ -73,7 +73,8 @@ class _AllToAll(torch.autograd.Function):
 
 
 def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
-    """Return how many copies of each key-value head let `ranks` share heads equally. Raises `FieldError` if they cannot."""
+    """Return the least number of copies of each key-value head with which `ranks` divides the number of all copies. Raises
+    `FieldError` if `ranks` does not divide `query_heads`."""
     if query_heads % ranks:
         fix = f"does not divide the model's {query_heads} attention heads; use a divisor of {query_heads}"
         raise FieldError("trainer.context_parallel", ranks, fix)
@@ -96,7 +97,7 @@ class RowPart:
         return slice(self.index * own, (self.index + 1) * own)
 
     def counts(self, length: int, predictors: Tensor, host: NDArray[np.int64] | None) -> list[int]:
-        """Return how many `predictors` (int64[C], ascending) each rank has. `host`: their copy in host memory, if any."""
+        """Return how many `predictors` (int64[C], ascending) each rank has. `host`: a copy of `predictors`, or None."""
         places = predictors.cpu().numpy() if host is None else host
         edges = np.arange(1, self.ranks) * (length // self.ranks)
         ends = [*np.searchsorted(places, edges).tolist(), len(places)]
@@ -129,7 +130,7 @@ class PackedLayout:
     """Boundaries of the sequences in a packed row of T tokens."""
 
     lengths: NDArray[np.int64]
-    """[sequences], including prompts. Descending order is the most efficient."""
+    """[sequences]: number of tokens of each, including its prompt. Sorted lengths need the fewest padded batches."""
     device: torch.device | str = "cpu"
     places: NDArray[np.int64] | None = None
     """[sum of lengths]: each token's position in the row, sequence after sequence. None if no tokens are shared."""

@@ -25,7 +25,7 @@ def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: str) -> N
     """Return float64[S]: for each sequence of an optimizer step, the factor of its tokens' terms in the loss.
 
     `sampled_tokens` int64[S]: each sequence's number of sampled tokens, over all branches. `normalization` decides the factor.
-    `token`: 1 / all tokens (DAPO, arXiv 2503.14476). `sequence`: 1 / (tokens of the sequence · sequences) (GRPO, arXiv
+    `token`: 1 / tokens of the step (DAPO, arXiv 2503.14476). `sequence`: 1 / (tokens of the sequence · sequences) (GRPO, arXiv
     2402.03300). `batch`: 1 / sequences (the paper, eq. 5; no length normalisation, as in Dr. GRPO, arXiv 2503.20783).
     """
     num_sequences = len(sampled_tokens)
@@ -66,7 +66,7 @@ class HostMicroBatch:
     places: NDArray[np.int64]
     """[sum of lengths]: each token's position in the row, branch after branch; 0 .. T - 1 if no prompt is shared."""
     predictors: NDArray[np.int64]
-    """[C]: position in the row whose output predicts the token. Ascending if no prompt is shared."""
+    """[C]: the position in the row that predicts each sampled token. Ascending if no prompt is shared."""
     targets: NDArray[np.int64]
     """[C]: id of the sampled token."""
     behaviour_logprobs: NDArray[np.float32]
@@ -80,7 +80,7 @@ class HostMicroBatch:
     lags: NDArray[np.int64]
     """[C]: the token's lag."""
     actors: NDArray[np.int64]
-    """[S]: number of the actor that sampled the branch (`PreparedStep.actors`)."""
+    """[S]: index in `PreparedStep.actors` of the actor that sampled the branch."""
     reported: NDArray[np.int64]
     """[S]: position of the branch in the step if rank 0 needs the log weights of its tokens, else -1."""
     has_gradient: bool = True
@@ -141,7 +141,7 @@ def host_microbatch(
 ) -> HostMicroBatch:
     """Pack `branches` into a row, longest first. The given arrays have one entry per branch. `version`: policy version before
     the step, from which lags are counted. `share_prompts`: put a prompt of several branches into the row only once. `branches`
-    may be empty, because a rank may run out of them before the others; the row is then only padding."""
+    may be empty, because all ranks need the same number of micro-batches."""
     given = list(branches)
     order = sorted(range(len(given)), key=lambda index: -given[index].num_tokens)
     members = [given[index] for index in order]

@@ -69,8 +69,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, source: str = "") -
 
 @cache
 def rounded_once() -> type[nn.Module]:
-    """Return a subclass of peft's layer for `nn.Linear` that rounds W·x + s · B·(A·x) only once in 16 bits. peft rounds W·x
-    first, and thus loses adapter terms below half a unit in the last place. In the first steps, most terms are that small."""
+    """Return a subclass of peft's layer for `nn.Linear` that, in 16 bits, adds s · B·(A·x) to W·x before it rounds W·x. peft
+    rounds W·x first, and thus loses adapter terms below half a unit in the last place. At first, most are that small."""
     from peft.tuners import lora
 
     class RoundedOnce(lora.Linear):
@@ -167,8 +167,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def served_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each parameter in the order of `named_parameters`; tied parameters come once. With sharded
-    weights, every rank must iterate to the end. `dtype`: the caller will round to it, so shards are gathered in it. A weight
-    with an adapter is gathered in its own dtype."""
+    weights, every rank must iterate to the end. `dtype`: the caller will round to it, so shards of weights without an adapter
+    are gathered in it."""
     for name, parameter, adapter in served_parameters(model):
         if adapter is None:
             yield name, whole(parameter, dtype)

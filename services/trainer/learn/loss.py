@@ -1,11 +1,11 @@
 """Losses as pure functions over the sampled tokens of a micro-batch.
 
-The loss is the weighted sum of a term for each token. The denominators of the weights are totals of the whole optimizer step,
-so the number of micro-batches and ranks does not change a gradient.
+The loss is the weighted sum of a term for each token. The weights (`sequence_weights`) depend on the whole optimizer step, so
+the number of micro-batches and ranks does not change the gradient.
 
-A mask excludes tokens from the policy loss if π is too far from μ, because of policy lag or numerical differences. Masked
-tokens still count in the denominators, in ESS, and in the KL and entropy terms. Losses and masks over whole sequences treat
-each branch as one sequence, with the sampled tokens of all its turns.
+A mask excludes tokens from the policy loss if π is too far from μ. Masked tokens still count in the weights' denominators, in
+ESS, and in the KL and entropy terms. Losses and masks over whole sequences treat each branch as one sequence, with the sampled
+tokens of all its turns.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MASKS: dict[str, Callable[[Tensor, MicroBatch, AlgorithmConfig], Tensor]] = {
     "sequence": mask_sequence,
     "off_policy_sequence": off_policy_sequence,
 }
-"""Functions from log π − log μ [C] in nats to bool[C]; True excludes the token. NaN gives False, so the loss becomes NaN."""
+"""Functions from log π − log μ [C] in nats to bool[C]; True excludes the token. NaN gives False and stays in the loss."""
 
 
 LARGEST_LOG_RATIO = 20.0
@@ -108,7 +108,7 @@ def cispo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple
 
 
 def _clipped(log_ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Return PPO's term for the ratio exp(`log_ratio`) [C], through which the gradient flows."""
+    """Return PPO's term for the ratio exp(`log_ratio`), and whether it is clipped, both [C]. The ratio has a gradient."""
     ratio = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     free, cut = ratio * advantages, bounded * advantages

@@ -130,14 +130,14 @@ class PhaseTimer:
 
 SAMPLED_WEIGHTS, LAG_0_TOKENS = "sampled_weights", "lag_0_tokens"
 """Keys of a step's figures that are not in metrics.jsonl. The first has importance weights of `sampled_sequences` by id. The
-second has two numbers for each actor: its tokens of lag 0, and how many of these have |log π − log μ| above the bound."""
+second has two numbers by actor: its tokens of lag 0, and how many of these have |log π − log μ| above `bound_of`."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
-"""Results of `bound_of`. The float32 bound is ten times the probe's tolerance. In 16 bits, single tokens differ much more than
-the median token, which the probe checks. With quantised weights in the engine, they differ even more."""
+"""Results of `bound_of`, in nats. In 16 bits, log π and log μ of single tokens differ much more than in float32. With quantised
+weights in the engine, they differ even more."""
 
 
 def in_sixteen_bits(recipe: Recipe) -> bool:
-    """Return whether the trainer or the actors use 16-bit weights or computation. Pure."""
+    """Return whether the trainer or the actors use 16-bit weights or computation."""
     return bool({"bfloat16", "float16"} & {recipe.model.dtype, recipe.weights.wire_dtype})
 
 
@@ -149,14 +149,15 @@ def bound_of(recipe: Recipe) -> float:
 
 
 def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
-    """Return a step's sequences for samples: the first, and the one with the most versions, from another group if possible."""
+    """Return the sequences of a step that become samples: the first one, and then, of the other groups, the one with the most
+    policy versions. If there is only one group, the second sequence also comes from this group."""
     first, *rest = groups[0].sequences
     others = [sequence for group in groups[1:] for sequence in group.sequences] or rest
     return [first, max(others, key=lambda sequence: sequence.num_versions)] if others else [first]
 
 
 LARGEST_LOG_WEIGHT = 80.0
-"""Upper bound on log w before w = e^(log w) is summed, because the sum could overflow (e^80 is 5e34). The ESS needs none."""
+"""Upper bound on log w before e^(log w) is summed for k3, so that the sum cannot overflow. e^80 is 5e34."""
 EQUAL = 1e-12
 """Returns count as equal if their variance is at most this share of their mean square. Rounding alone causes about 1e-16."""
 
@@ -208,8 +209,8 @@ def token_figures(
     parts: list[TokenStatistics], totals: NDArray[np.float64], loads: list[int], budget: int, *, applied: bool = True
 ) -> dict[str, Any]:
     """Return figures over all sampled tokens of one optimizer step, with the names of metrics.jsonl (docs/run-directory.md). A
-    figure is None if no token gives a value. A step that was not `applied` counts no trained tokens. `loads`: number of tokens
-    of each micro-batch. `budget`: maximum tokens of a micro-batch."""
+    figure that the tokens do not define is None. A step that was not `applied` counts no trained tokens. `loads`: tokens of
+    each micro-batch. `budget`: maximum tokens of a micro-batch."""
     loss, reference_kl, value_loss, _ = totals.tolist()
     by_lag, by_bucket = summed([part.by_lag for part in parts]), np.stack([part.by_bucket for part in parts])
     weights, found, num_tokens = by_bucket[..., :4], np.flatnonzero(by_lag), int(by_lag.sum())

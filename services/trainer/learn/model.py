@@ -54,7 +54,7 @@ def load_policy(
 
 def blank_policy(source: str, config: ModelConfig, trainer: TrainerConfig, attention: str, own_logits: bool) -> Policy:
     """Return a policy on the meta device, without weights. `attention` and `own_logits` come from the rank that loaded and
-    checked the policy. Raises `FieldError` if the model's configuration does not load."""
+    checked the policy. Raises `FieldError` if the model's configuration does not load or suit the recipe."""
     hf_config = _load_config(source, config, hub_arguments(source, config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(

@@ -21,7 +21,8 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 
     The rate rises linearly to the peak over `warmup_steps`, then follows `schedule`. The final rate is `final_learning_rate` ·
     peak. `linear` and `cosine` reach it at `steps`. `wsd` (MiniCPM, arXiv 2404.06395) falls linearly to it over the last
-    `decay_steps`. `inverse_sqrt` is peak · √(warmup_steps / step) (arXiv 1706.03762, section 5.3), but at least the final rate.
+    `decay_steps`. `inverse_sqrt` (arXiv 1706.03762, section 5.3) is peak · √(max(1, warmup_steps) / step), but at least the
+    final rate.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -109,7 +110,7 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 class PolicyOptimizer:
     """AdamW over the trainable parameters of a model, and over a value head with a separate learning rate. Only the policy's
-    gradient is clipped, because the head's gradient grows with the head's errors. Raises `FieldError` like `build_adamw`."""
+    gradient is clipped, not the head's. Raises `FieldError` like `build_adamw`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: TrainerConfig, value_head: nn.Module | None = None) -> None:
         self.config = config

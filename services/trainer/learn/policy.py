@@ -28,11 +28,11 @@ from services.trainer.learn.attention import VARLEN, RowPart, forward_arguments,
 from services.trainer.learn.batch import TokenRow, token_row
 
 MAX_LOGITS = 2**25
-"""Maximum number of logits (tokens × vocabulary entries) in a block. A float32 block has 128 MiB; up to two exist at a time."""
+"""Maximum number of logits (tokens × vocabulary entries) in a block. A float32 block has up to 128 MiB."""
 MAX_LOGITS_ON_GPU = 2**27
 """`MAX_LOGITS` for GPUs: 512 MiB per block, for fewer and larger kernels."""
 ALIGNED_WORDS = 128
-"""Blocks have a multiple of this number of vocabulary entries, for faster GPU kernels."""
+"""A larger block is reduced to a multiple of this number of vocabulary entries, for faster GPU kernels."""
 PROBE_LENGTHS = (7, 5)
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -82,7 +82,7 @@ class Policy(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Return whether the branches in a row may share prompts. Ranks that share rows do not support this."""
+        """Return whether the branches in a row may share prompts. They may not if ranks share rows."""
         return self.may_share_prompts and self.part is None
 
     def scores(
@@ -245,7 +245,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 class Float32Head(nn.Linear):
-    """A 16-bit head with float32 logits, for a model that processes its logits further."""
+    """A 16-bit head with float32 logits, for a model that computes its logits itself."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor = _WideProduct.apply(hidden.flatten(0, -2), self.weight)
@@ -320,7 +320,7 @@ class Head:
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
     def place(self, words: slice) -> tuple[Tensor, Tensor]:
-        """Return, for each token, the index of its target within the block (else 0), and whether the block has the target."""
+        """Return, for each token, its target's index in the block (0 if the block lacks it), and whether the block has it."""
         index = self.targets - words.start
         inside = (index >= 0) & (index < words.stop - words.start)
         return torch.where(inside, index, 0), inside
@@ -339,7 +339,8 @@ def _scan(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) over the logits z of each block, and combine the blocks.
 
     Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. log p
-    is the logit minus the log-normaliser. If the single block is not compiled, a token's largest logit is subtracted from both.
+    is the logit minus the log-normaliser. In a single uncompiled block, each token's largest logit is
+    subtracted from its logits and its log-normaliser.
     """
     blocks = head.blocks()
     buffer = head.buffer()

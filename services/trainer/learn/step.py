@@ -1,7 +1,7 @@
 """The learner takes optimizer steps on this rank's share, together with the learners of the other ranks.
 
-A step is planned and packed once, in NumPy. Token weights come from totals of the whole step, so losses and gradients of all
-shares add up to those of a single rank. Rank 0's learner sends its actions to the other ranks as orders, which `worker.py`
+A step is planned and packed once, in NumPy. Token weights depend on the whole step, so losses and gradients of all shares add
+up to those of a single rank. Rank 0's learner sends its actions to the other ranks as orders, which `worker.py`
 executes. Devices are idle between two steps. To keep this time short, batches are sent during the previous step, and ranks
 return only statistics of their tokens. The caller counts versions and handles the sequences of a skipped step.
 """
@@ -33,7 +33,7 @@ from services.trainer.learn.policy import Policy
 from services.trainer.world import ADAPTER, BATCHES, END, SCORE, TRAIN, USE, WEIGHTS, Message, RankLayout, World
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have the same length."""
+"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have equally many."""
 
 
 def batch_message(version: int, share: Share) -> Message:
@@ -155,7 +155,7 @@ class Learner:
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
         """Return a plan, and how many slots at its start need no backward pass. A slot is one micro-batch per rank. `silent`:
-        branches without a gradient. Unless all branches are silent, silent ones get separate slots if this is cheaper."""
+        branches without a gradient."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
