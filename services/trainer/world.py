@@ -1,8 +1,8 @@
 """The ranks of the trainer: their parts of the work, their process groups, and the messages in those groups.
 
 Ranks that share a packed row, or a copy of the weights, have consecutive numbers, because consecutive ranks are usually on one
-node. Orders, batches, tensors, checkpoints and each shared row have separate process groups. A message is sent as a
-JSON header and the bytes of its arrays, never as a pickle.
+node. Orders, batches, tensors, checkpoints and each shared row have separate process groups. A message is sent as a JSON header
+and the bytes of its arrays, never as a pickle.
 """
 
 from __future__ import annotations

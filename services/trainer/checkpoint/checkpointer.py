@@ -151,7 +151,7 @@ class Checkpointer:
             await asyncio.wait({self._newest[1]})
 
     async def _start(self, *, anew: bool = False) -> asyncio.Task[WrittenCheckpoint]:
-        """Start a checkpoint of the current version. Unless `anew`, return its last one if this has not failed."""
+        """Start a checkpoint of the current version. Unless `anew`, reuse an earlier one that did not fail."""
         state = self._capture()
         version = state.policy_version
         if not anew and self._newest is not None and self._newest[0] == version:
@@ -188,7 +188,7 @@ class Checkpointer:
 
 
 VALUE_HEAD_FILE = Path("value_head") / "model.safetensors"
-"""Path within a checkpoint of the value head: `weight` [1, hidden size] and `bias` [1]. The folder is separate, because vLLM
+"""Path of the value head within a checkpoint: `weight` [1, hidden size] and `bias` [1]. The folder is separate, because vLLM
 loads every safetensors file beside the model as weights."""
 _KEPT = ("_weight_conversions", "peft_config")
 """Attributes of a model that `save_pretrained` uses, in addition to the model's class and configuration."""

@@ -1,7 +1,7 @@
 """Resume state: the part of a checkpoint that is not tensors, and `lineage.json`.
 
 `lineage.json` records the version at each start of this run's trainer, the recipe and its changes, and when training began. A
-trainer writes it before it publishes anything, so no two trainers of a run use the same incarnation number. A checkpoint has
+trainer writes it before publishing anything, so that no two trainers of a run use the same incarnation number. A checkpoint has
 `run.json`, and `sequences.pb`: received sequences that wait for training, as length-delimited protobuf messages.
 """
 
@@ -122,7 +122,7 @@ class RunState:
     """Position of the last message read from SEQUENCES; `NOTHING_THERE` if no message on the streams belongs to this state."""
     held: HeldSequences
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """Figures of the run's recorder and intake."""
+    """Figures that the recorder, the intake and the optimizer loop continue."""
 
     def save(self, folder: Path) -> None:
         """Write `run.json` and `sequences.pb` into `folder`. The caller must sync them to disk."""

@@ -160,8 +160,7 @@ class Intake:
         self._tracker.end_step(version)
 
     def held(self) -> HeldSequences:
-        """Return the sequences that have arrived but have no outcome yet. Call this between two steps, after the computed
-        batch is closed."""
+        """Return the sequences that have arrived but have no outcome yet. Call this between two steps, after `close`."""
         is_open = self._tracker.ledger.is_open
         handed_out = [group for group in self._handed_out if is_open(group.sequences[0].sequence_id)]
         return HeldSequences((*handed_out, *self._phase), tuple(self.ready), self._tracker.held())
@@ -181,7 +180,8 @@ class Intake:
             await self._add(sequence)
 
     def _read(self, entry: LogEntry) -> Sequence | None:
-        """Return the sequence in a log entry. For an unusable one, return its pending sample as failed, or None without one."""
+        """Return the sequence in a log entry. If the entry is unusable, return a failed sequence for the pending sample that it
+        names, or None if it names none."""
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:

@@ -35,8 +35,7 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
-    """Return `values` as a tensor on `device`, without waiting. On the CPU, the tensor may share the memory of `values`. Copies
-    to a GPU go through pinned memory, because otherwise the host would wait for all queued work."""
+    """Return `values` on `device`; on the CPU they may share memory. To a GPU, pinned memory avoids waiting for queued work."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()

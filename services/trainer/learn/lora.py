@@ -151,7 +151,7 @@ def peft_config(model: nn.Module) -> peft.LoraConfig:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters inside the block. Their weights still require gradients."""
+    """Disable the adapters inside the block. Their weights keep `requires_grad`."""
     adapters = layer_adapters(model).values()
     for adapter in adapters:
         adapter.layer.enable_adapters(False)

@@ -132,8 +132,7 @@ SAMPLED_WEIGHTS, LAG_0_TOKENS = "sampled_weights", "lag_0_tokens"
 """Keys of a step's figures that are not in metrics.jsonl. The first has importance weights of `sampled_sequences` by id. The
 second has two numbers by actor: its tokens of lag 0, and how many of these have |log π − log μ| above `bound_of`."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
-"""Results of `bound_of`, in nats. In 16 bits, log π and log μ of single tokens differ much more than in float32. With quantised
-weights in the engine, they differ even more."""
+"""Results of `bound_of`, in nats. Single tokens differ more in 16 bits, and even more if the engine's weights are quantised."""
 
 
 def in_sixteen_bits(recipe: Recipe) -> bool:
@@ -159,7 +158,7 @@ def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
 LARGEST_LOG_WEIGHT = 80.0
 """Upper bound on log w before e^(log w) is summed for k3, so that the sum cannot overflow. e^80 is 5e34."""
 EQUAL = 1e-12
-"""Returns count as equal if their variance is at most this share of their mean square. Rounding alone causes about 1e-16."""
+"""Returns R count as equal if their variance is at most this share of their mean square. Rounding alone causes about 1e-16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,12 +168,12 @@ class TokenStatistics:
     by_lag: NDArray[np.int64]
     """[largest lag + 1]: number of tokens of each lag."""
     by_bucket: NDArray[np.float64]
-    """[lag buckets, 9]: the four `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, which may not be
-    finite. k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π)."""
+    """[lag buckets, 9]: the four `weight_sums`; sums of clipped, masked, entropy and k3; largest |log weight|, which may be
+    infinite or NaN. k3 = w − 1 − log w of a token sampled from μ estimates KL(μ ‖ π)."""
     moments: NDArray[np.float64]
     """[2, 3]: number, sum and sum of squares of returns, and of returns − baseline; all 0 without a learned baseline."""
     actors: NDArray[np.int64]
-    """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many have a |log weight| above the bound, or not finite."""
+    """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many have a |log weight| that is NaN or above the bound."""
     reported: NDArray[np.float64]
     """[R, 2]: for each reported token, the position of its branch in the step, and its log weight."""
 

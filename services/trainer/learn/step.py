@@ -1,9 +1,9 @@
 """The learner takes optimizer steps on this rank's share, together with the learners of the other ranks.
 
 A step is planned and packed once, in NumPy. Token weights depend on the whole step, so losses and gradients of all shares add
-up to those of a single rank. Rank 0's learner sends its actions to the other ranks as orders, which `worker.py`
-executes. Devices are idle between two steps. To keep this time short, batches are sent during the previous step, and ranks
-return only statistics of their tokens. The caller counts versions and handles the sequences of a skipped step.
+up to those of a single rank. Rank 0's learner sends its actions to the other ranks as orders, which `worker.py` executes.
+Devices are idle between two steps. To keep this time short, batches are sent during the previous step, and ranks return only
+statistics of their tokens. The caller counts versions and handles the sequences of a skipped step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PreparedStep:
     version: int
     shares: tuple[Share, ...]
     sending: list[Any]
-    """Sends of the shares to the other ranks, which `Learner.step` waits for."""
+    """Unfinished sends of the shares to the other ranks. `Learner.step` waits for them."""
     sequence_ids: tuple[str, ...]
     figures: Mapping[str, float]
     """`advantage_abs_mean`: mean absolute advantage of sequences. `imbalance`: `StepPlan.imbalance`."""
@@ -104,7 +104,7 @@ class Learner:
         self._phases = meter.PhaseTimer(partial(torch.cuda.Event, enable_timing=True) if policy.device.type == "cuda" else None)
         other_terms = self.reference is not None or algorithm.entropy_coefficient > 0
         self._sent: set[PreparedStep] = set()
-        """Steps whose sends may be unfinished. If one were dropped, gloo would deliver no later message on that link."""
+        """Steps with unfinished sends. If Python deleted a send too early, gloo would deliver no later message on its link."""
         self._only_advantages = algorithm.advantage != "value" and not other_terms
         """True if a sequence with advantage 0 has no gradient."""
 
