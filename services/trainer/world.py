@@ -124,7 +124,7 @@ class Links:
         try:
             return self.receive(0)[0]
         except RuntimeError as error:
-            raise ServiceError(f"the connection to rank 0 is lost; rank 0's log says why: {error}") from error
+            raise ServiceError(f"the connection to rank 0 is lost ({error}); rank 0's log says why") from error
 
 
 @dataclass(frozen=True, eq=False)

@@ -466,4 +466,4 @@ def left_alone(folder: str) -> str:
 
 
 def test_a_rank_that_rank_0_leaves_says_so(trained: Trained) -> None:
-    assert on_ranks(2, left_alone, trained.jobs["tied"].folder)[1].startswith("the connection to rank 0 is lost; ")
+    assert on_ranks(2, left_alone, trained.jobs["tied"].folder)[1].startswith("the connection to rank 0 is lost (")

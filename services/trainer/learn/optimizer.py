@@ -21,7 +21,7 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 
     The rate rises linearly to the peak over `warmup_steps`, then follows `schedule`. The final rate is `final_learning_rate` ·
     peak. `linear` and `cosine` reach it at `steps`. `wsd` (MiniCPM, arXiv 2404.06395) falls linearly to it over the last
-    `decay_steps`. `inverse_sqrt` (arXiv 1706.03762, section 5.3): peak · √(max(1, warmup_steps) / step), at least the final rate.
+    `decay_steps`. `inverse_sqrt` (arXiv 1706.03762, 5.3): peak · √(max(1, warmup_steps) / step), but at least the final rate.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
