@@ -73,7 +73,7 @@ def write_lineage(run_dir: Path, run: str, lineage: Lineage, recipe: Recipe, cha
 
 
 def note_training_began(run_dir: Path, now_s: float) -> None:
-    """Record in `lineage.json`, which must exist, when training began. Only the first call of a run has an effect."""
+    """Record in `lineage.json` when training began. Only the first call of a run has an effect."""
     content = _lineage_file(run_dir)
     if content and BEGAN not in content:
         write_whole(run_dir / LINEAGE, json.dumps({**content, BEGAN: now_s}) + "\n", durably=True)

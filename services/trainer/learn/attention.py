@@ -44,7 +44,7 @@ def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """Slots in which attention processes the T tokens of a packed row: one for each token of each sequence, and padding."""
+    """Slots in which attention processes the T tokens of a packed row: one for each token of each sequence, and perhaps padding."""
 
     sources: Tensor
     """int64[slots]: each slot's token, as its index in the row; 0 for padding."""

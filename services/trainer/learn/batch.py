@@ -36,7 +36,7 @@ def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: str) -> N
 
 @dataclass(frozen=True, eq=False)
 class TrainingGroup:
-    """Trainable sequences of one group, and their advantages [n]. No prompt is empty, and each sequence has sampled tokens."""
+    """Trainable sequences of one group, and the advantage of each. No prompt is empty, and each sequence has sampled tokens."""
 
     sequences: tuple[Sequence, ...]
     advantages: NDArray[np.float64]

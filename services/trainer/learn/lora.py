@@ -166,7 +166,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def served_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each parameter in the order of `named_parameters`; tied parameters come once. With sharded
+    """Yield (name, tensor) for each parameter of the original model, in its order; tied parameters come once. With sharded
     weights, every rank must iterate to the end. `dtype`: the caller will round to it, so shards of weights without an adapter
     are gathered in it."""
     for name, parameter, adapter in served_parameters(model):
