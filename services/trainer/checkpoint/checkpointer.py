@@ -109,7 +109,7 @@ class Checkpointer:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def if_due(self, version: int) -> None:
-        """Begin a checkpoint if one is due and none is being written. Return when its tensors are copied. Only log its errors."""
+        """Begin a checkpoint if one is due and none is being written. Return when its tensors are copied. Log later errors."""
         steps, minutes = self._config.every_steps, self._config.every_minutes
         by_steps = steps > 0 and version // steps > self._began_version // steps
         by_time = minutes > 0 and time.monotonic() - self._began_s >= 60 * minutes

@@ -71,7 +71,7 @@ def _random(learner: Learner, device_type: str) -> str:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, or the tensor itself, without a copy."""
+    """Return this rank's shard, or the tensor itself if it is not sharded, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -44,7 +44,7 @@ def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """Slots in which attention processes the T tokens of a packed row: one for each token of each sequence, and perhaps padding."""
+    """Slots in which attention processes a packed row of T tokens: one for each token of each sequence, and perhaps padding."""
 
     sources: Tensor
     """int64[slots]: each slot's token, as its index in the row; 0 for padding."""
@@ -72,7 +72,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
-    """Return the least number of copies of each key-value head with which `ranks` divides the number of all copies. Raises
+    """Return the fewest copies of each key-value head with which all copies can be divided evenly among `ranks`. Raises
     `FieldError` if `ranks` does not divide `query_heads`."""
     if query_heads % ranks:
         fix = f"does not divide the model's {query_heads} attention heads; use a divisor of {query_heads}"

@@ -175,7 +175,7 @@ class TokenStatistics:
     actors: NDArray[np.int64]
     """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many have a |log weight| that is NaN or above the bound."""
     reported: NDArray[np.float64]
-    """[R, 2]: for each reported token, the position of its branch in the step, and its log weight."""
+    """[R, 2]: for each token in `HostMicroBatch.reported` branches, the branch's position in the step, and the log weight."""
 
 
 def token_statistics(values: NDArray[np.float32], batches: tuple[HostMicroBatch, ...], bound: float) -> TokenStatistics:

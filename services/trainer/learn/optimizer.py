@@ -135,7 +135,7 @@ class PolicyOptimizer:
                 group[RATE_FACTOR] = _value_factor(config)
 
     def step(self, loss: float, total_weight: float) -> dict[str, Any]:
-        """Clip the policy's gradient, take a step, and clear all gradients. No weight changes if the loss or a gradient is not finite.
+        """Clip the policy's gradient, take a step, clear gradients. No weight changes if the loss or a gradient is not finite.
 
         `total_weight`: sum of the weights of all tokens in the loss. It is the default bound of the gradient's norm, so the
         gradient of a weighted mean over tokens is clipped at norm 1. Return figures of metrics.jsonl: `learning_rate`,
