@@ -249,8 +249,8 @@ class OptimizerLoop:
         return published
 
     async def run(self) -> None:
-        """Send the first version, train, and evaluate the last version. Raises `ServiceError` if too many consecutive steps are
-        skipped, and `FieldError` if the actors' policy differs from the trainer's."""
+        """Send the first version, train, and evaluate the last version. Raises `ServiceError` after too many consecutive
+        skipped steps, and `FieldError` after a parity failure that ends the run."""
         try:
             await self._offer({})
             await self._updater.all_served()
