@@ -266,7 +266,8 @@ def _head(text: str) -> set[str]:
 
 
 def _counting(texts: Sequence[str], form: str = r"\D*(\d+)\D*") -> list[str]:
-    """Return the texts whose number is one less than that of the next text with a number. `form` captures the number."""
+    """Return the texts with a number n that are followed by a text with n + 1. Texts that `form` does not match do not count,
+    and of texts with the same number only the last one does."""
     numbers = {int(found[1]): text for text in texts if (found := re.fullmatch(form, text))}
     return [text for (one, text), (after, _) in pairwise(numbers.items()) if after == one + 1]
 

@@ -145,7 +145,8 @@ def number_at(record: Record, key: str) -> float | None:
 
 
 def records_in(folder: Path, recipe: Recipe, reasons: Reasons | None = None, *, is_running: bool = False) -> RunRecords:
-    """Return the records of the run in `folder`. If `reasons` is None, read the reasons from the summary or the journal."""
+    """Return the records of the run in `folder`. `reasons`: number of sequences by outcome and reason; None = read it from the
+    summary or, if that lacks it, from the journal."""
     run_dir, journal = RunDir(folder, ""), folder / JOURNAL
     summary = {} if is_running else read_json(run_dir.summary)  # an earlier start may have left one
     steps = read_jsonl(run_dir.metrics)

@@ -356,7 +356,7 @@ def check_folder(folder: Path, installation: str = "") -> None:
     mark = folder / _MARK
     is_own = installation and mark.is_file() and mark.read_text() == installation
     if folder.exists() and not is_own and (not folder.is_dir() or any(folder.iterdir())):
-        raise FieldError("--output", str(folder), "has files of another run; give another folder, or another --release")
+        raise FieldError("--output", str(folder), "has other files; give a folder that is empty or does not exist")
 
 
 def files_of(listed: bytes, folder: Path) -> dict[str, tuple[int, Path]]:

@@ -1,8 +1,9 @@
 """Processes of a local run: start a service, wait until it serves, stop it and its workers, and decide on restarts.
 
 Each service leads its own session. The terminal's Ctrl-C therefore reaches only the runner, which stops the services in order.
-A service's workers stay in its session, so they can be killed even after the service has ended. On Linux, sessions are read
-from /proc, and a service gets SIGTERM when the runner dies. On other systems, only the service's process group is killed.
+Workers in a service's session can be killed even after the service has ended. Workers with their own session, such as the
+verifier's, end with their parent. On Linux, sessions are read from /proc, and a service gets SIGTERM when the runner dies. On
+other systems, only the service's process group is killed.
 """
 
 from __future__ import annotations

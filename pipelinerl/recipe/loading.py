@@ -120,7 +120,8 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     except YamlError as error:
         if isinstance(as_text, str):
             return names, value
-        raise FieldError("--set", text, f"the value is not YAML ({error.problem}); quote it") from error
+        fix = "check its brackets, and put the whole argument into single quotes for the shell"
+        raise FieldError("--set", text, f"the value is not valid YAML ({error.problem}); {fix}") from error
     if isinstance(parsed, str) and isinstance(as_text := _as_taken(kind, parsed), list):
         return names, as_text
     return names, parsed

@@ -41,7 +41,7 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
         log.info("initial model from the cache: %s", folder)
         return
     if not settings.trainer:
-        raise FieldError("PIPELINERL_TRAINER", "", f"set it to host:port of the trainer, which has {folder.name}")
+        raise FieldError("PIPELINERL_TRAINER", "", f"set it to host:port of the trainer, to fetch the model {folder.name}")
 
     async def attempt() -> int:
         with filling(folder) as beside:

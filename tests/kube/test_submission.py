@@ -131,7 +131,7 @@ async def test_a_recipe_that_the_job_refuses_is_uninstalled(api: ApiServer, caps
         ((*SUBMIT, "--attach", "own"), "give either a recipe, or --attach"),
         ((*SUBMIT, "--values", "absent.yaml"), "--values = 'absent.yaml': no such file"),
         (("submit", "arithmetic", "-n", "x", "--release", "a.b"), "--release = 'a.b': use 1-40"),
-        ((*SUBMIT, "--output", "."), "has files of another run"),
+        ((*SUBMIT, "--output", "."), "has other files"),
         (("submit", "arithmetic", "-n", "x", "--set", "trainer.batch_size=7"), "trainer.batch_size"),
     ],
 )
@@ -362,7 +362,7 @@ async def test_a_foreign_release_is_not_removed(api: ApiServer, run_dir: Path, c
 
     publish(api, phase="Finished", run="volume", steps="0", policyVersion="9")  # other weights of the same size
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 2
-    assert "--output = 'runs/own': has files of another run; give another folder" in capsys.readouterr().err
+    assert "--output = 'runs/own': has other files; give a folder that is empty" in capsys.readouterr().err
     Path("runs", "own", ".submitted").write_text("another installation 9")
     assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 2
 

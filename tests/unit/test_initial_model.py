@@ -210,7 +210,7 @@ async def test_a_model_that_the_run_did_not_build_is_refused(tmp_path: Path, bui
 
 async def test_what_is_not_fetched(tmp_path: Path) -> None:
     await fetched(actor_settings(tmp_path, "", recipe_of(model={"source": "hub", "name": "org/model"}, task={})))
-    with pytest.raises(FieldError, match=r"PIPELINERL_TRAINER = '': set it to host:port of the trainer, which has tiny-"):
+    with pytest.raises(FieldError, match=r"PIPELINERL_TRAINER = '': set it to host:port of the trainer, to fetch the model"):
         await fetched(actor_settings(tmp_path))
     stop = asyncio.Event()
     stop.set()

@@ -64,7 +64,7 @@ class PreparedStep:
     flops: float
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]
-    """Seconds of the phases `plan` and `build`, which run during the previous step."""
+    """Seconds of the phases `plan` and `build`. They run during the previous step if the batch is complete in time."""
     sampled: Mapping[str, list[int]]
     """For each of `meter.sampled_sequences`, by id: the positions of its branches in the step."""
     actors: tuple[str, ...]
