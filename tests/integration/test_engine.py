@@ -237,9 +237,9 @@ async def check_weight_log(run: Running, folder: Path) -> None:
     assert {span[0] for span in (await run.sample(4)).spans} == {str(version)}
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("qwen3-moe", False), ("mixtral", True)])
+@pytest.mark.parametrize(("kind", "tied"), [("qwen3_moe", False), ("mixtral", True)])
 async def test_each_loader_serves_a_mixture_of_experts_over_several_updates(kind: str, tied: bool, tmp_path: Path) -> None:
-    adapted = {"lora": ATTENTION.model_dump()} if kind == "qwen3-moe" else {}
+    adapted = {"lora": ATTENTION.model_dump()} if kind == "qwen3_moe" else {}
     async with parity.running(kind, tied, tmp_path, **adapted) as run:
         await run.assert_serves(run.model)
         if adapted:

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.parity import change_strongly, random_model
 
-KINDS = {"llama": False, "qwen2": True, "mixtral": False, "qwen3-moe": True}
+KINDS = {"llama": False, "qwen2": True, "mixtral": False, "qwen3_moe": True}
 """Kinds of models, and whether their embeddings are tied."""
 
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from pipelinerl.messages.sequences import Branch, Sequence, Turn, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
@@ -32,26 +32,21 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "llama-tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
-    "llama-untied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
-    "qwen2-tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
-    "qwen2-untied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
-}
+FAMILIES = ("llama-tied", "llama-untied", "qwen2-tied", "qwen2-untied")
 LOSSES = get_args(AlgorithmConfig.model_fields["loss"].annotation)
 LENGTHS = [(2, 9), (5, 3), (1, 1), (4, 17), (3, 2), (6, 8)]
 """(prompt, completion) tokens."""
 
 
 def model_of(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    config_class, model_class, own = FAMILIES[family]
-    return build(config_class, model_class, seed, **{**SHAPE, **own, **changes})
+    model_type, _, head = family.partition("-")
+    return build(model_type, seed, **SHAPE | {"tie_word_embeddings": head == "tied"} | changes)
 
 
-def build(config_class: type, model_class: type, seed: int = 0, **arguments: Any) -> PreTrainedModel:
+def build(model_type: str, seed: int = 0, **fields: Any) -> PreTrainedModel:
     """A random model whose weights are large enough for its outputs to differ by position and token."""
     torch.manual_seed(seed)
-    model = model_class(config_class(**arguments))
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**fields))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -14,16 +14,7 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    LlamaConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3MoeConfig,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from benchmarks.small_models.supervised import character_tokenizer
 from pipelinerl.errors import ManifestMismatch, TransferError
@@ -62,25 +53,17 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "initializer_range": 0.08,
 }
-
-
-MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-    "llama": (LlamaConfig, {}),
-    "qwen2": (Qwen2Config, {}),
-    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     # One plain layer among the others; experts of 80 are padded to 96 on CPU.
-    "qwen3-moe": (
-        Qwen3MoeConfig,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80, "mlp_only_layers": [1]},
-    ),
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80, "mlp_only_layers": [1]},
 }
 
 
 def random_model(kind: str, tied: bool) -> PreTrainedModel:
     torch.manual_seed(1)
-    config, own = MODELS[kind]
-    content = config(**SIZES, **own, tie_word_embeddings=tied)
-    return AutoModelForCausalLM.from_config(content, dtype=torch.float32).eval()
+    config = CONFIG_MAPPING[kind](**SIZES, **EXPERTS.get(kind, {}), tie_word_embeddings=tied)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 @torch.no_grad()

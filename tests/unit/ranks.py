@@ -68,8 +68,6 @@ Cases = dict[str, tuple[str, dict[str, Any]]]
 
 
 def jobs_of(cases: Cases, tmp_path_factory: Any) -> dict[str, Job]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     from tests.support.learner import VOCABULARY, build, model_of
 
     folders: dict[str, str] = {}
@@ -78,7 +76,7 @@ def jobs_of(cases: Cases, tmp_path_factory: Any) -> dict[str, Job]:
             folders[family] = str(tmp_path_factory.mktemp(family))
             if family == "gpt2":
                 sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-                build(GPT2Config, GPT2LMHeadModel, **sizes).save_pretrained(folders[family])
+                build("gpt2", **sizes).save_pretrained(folders[family])
             else:
                 model_of(family, max_position_embeddings=64).save_pretrained(folders[family])
     return {name: Job(folders[family], **changes) for name, (family, changes) in cases.items()}

@@ -16,22 +16,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-    StableLmConfig,
-    StableLmForCausalLM,
-)
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pipelinerl.errors import FieldError
@@ -148,7 +132,7 @@ def test_a_row_is_padded_to_a_multiple() -> None:
 
 
 def test_a_sliding_window_is_kept_inside_a_sequence() -> None:
-    model = build(MistralConfig, MistralForCausalLM, **{**SHAPE, "sliding_window": 4})
+    model = build("mistral", **SHAPE | {"sliding_window": 4})
     policy, sequence = wrap_model(model), sequences_of([(3, 20)])[0]
     assert policy.attention == VARLEN
     expected = plain_logprobs(model, sequence)
@@ -196,11 +180,11 @@ def test_attention_terms_that_would_be_dropped_and_models_whose_state_crosses_se
     tokens = torch.zeros(1, 2, 3, 4)
     with pytest.raises(FieldError, match="needs softcap, which auto lacks: set eager"):
         varlen_attention(torch.nn.Identity(), tokens, tokens, tokens, None, packed=PackedLayout(np.array([3])), softcap=30.0)
-    model = build(MambaConfig, MambaForCausalLM, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
+    model = build("mamba", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
     with pytest.raises(FieldError, match=r"MambaForCausalLM scores packed sequences.*; use another architecture"):
         wrap_model(model)
     # Its layers do not pass on the packed layout.
-    assert wrap_model(build(StableLmConfig, StableLmForCausalLM, **SHAPE)).attention == "eager"
+    assert wrap_model(build("stablelm", **SHAPE)).attention == "eager"
 
 
 def test_lengths_apart_are_laid_out_in_blocks_of_similar_ones_once_and_only_when_asked_for() -> None:
@@ -211,7 +195,7 @@ def test_lengths_apart_are_laid_out_in_blocks_of_similar_ones_once_and_only_when
 
 
 def test_a_model_that_does_more_to_its_logits_makes_them_itself_and_gets_no_value_head() -> None:
-    model = build(GraniteConfig, GraniteForCausalLM, **{**SHAPE, "logits_scaling": 3.0})
+    model = build("granite", **SHAPE | {"logits_scaling": 3.0})
     policy, group = wrap_model(model), group_of(sequences_of(LENGTHS))
     expected = plain_gradients(model, group, AlgorithmConfig())
     model.set_attn_implementation(policy.attention)
@@ -221,7 +205,7 @@ def test_a_model_that_does_more_to_its_logits_makes_them_itself_and_gets_no_valu
 
 
 def test_a_model_that_makes_its_logits_itself_has_them_in_float32_too() -> None:
-    model = build(GraniteConfig, GraniteForCausalLM, **{**SHAPE, "logits_scaling": 0.125}).to(torch.bfloat16)
+    model = build("granite", **SHAPE | {"logits_scaling": 0.125}).to(torch.bfloat16)
     policy, tokens = wrap_model(model), np.arange(30) % VOCABULARY
     assert policy.own_logits
     head, hidden = model.get_output_embeddings(), list[torch.Tensor]()
@@ -244,8 +228,8 @@ def test_dropout_is_off_in_training_and_gradient_checkpointing_changes_no_gradie
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1}
     sequence, calls = sequences_of([(1, 9)])[0], list[object]()
     for checkpointing in (False, True):
-        noisy = build(MixtralConfig, MixtralForCausalLM, **SHAPE, **experts)
-        for model in (build(GPT2Config, GPT2LMHeadModel, **config), noisy):
+        noisy = build("mixtral", **SHAPE, **experts)
+        for model in (build("gpt2", **config), noisy):
             noiseless = plain_logprobs(model.eval(), sequence).detach().numpy()
             policy = wrap_model(model, gradient_checkpointing=checkpointing)
             found = policy.sequence_logprobs(np.append(sequence.prompt_token_ids, sequence.completion_token_ids))
@@ -288,7 +272,7 @@ def test_gradients_of_a_shared_prompt_are_unpacked_gradients(family: str, attent
 
 def test_logprobs_entropies_and_values_after_a_shared_prompt_are_those_of_each_alone() -> None:
     """Within a sliding window, too; with adapters, the gradients of these alone."""
-    model = build(MistralConfig, MistralForCausalLM, **{**SHAPE, "sliding_window": 7})
+    model = build("mistral", **SHAPE | {"sliding_window": 7})
     torch.manual_seed(3)
     add_adapters(model, LoraConfig(rank=2))
     policy = wrap_model(model)
@@ -567,7 +551,7 @@ def test_a_context_with_effects_across_sequences_is_refused(name: str, changes: 
 
 
 def test_a_context_above_a_window_that_only_a_mask_applies_is_refused_with_packed_attention(tmp_path: Path) -> None:
-    build(PhimoeConfig, PhimoeForCausalLM, **{**SHAPE, "sliding_window": 16}).save_pretrained(tmp_path)
+    build("phimoe", **SHAPE | {"sliding_window": 16}).save_pretrained(tmp_path)
     assert load_policy(str(tmp_path), model_config(tmp_path, max_context=16)).attention == VARLEN
     with pytest.raises(FieldError, match=r"model\.max_context = 128: is above the model's sliding_window of 16 tokens"):
         load_policy(str(tmp_path), model_config(tmp_path))
@@ -577,7 +561,7 @@ def test_a_context_above_a_window_that_only_a_mask_applies_is_refused_with_packe
         packed = policy.scores(batch.row, batch.predictors, batch.targets).logprobs
         alone = plain_logprobs(policy.model, sequence)
     torch.testing.assert_close(packed, torch.cat([alone, alone]))
-    build(MistralConfig, MistralForCausalLM, **{**SHAPE, "sliding_window": 16}).save_pretrained(tmp_path)
+    build("mistral", **SHAPE | {"sliding_window": 16}).save_pretrained(tmp_path)
     assert load_policy(str(tmp_path), model_config(tmp_path)).attention == VARLEN  # its attention receives the window
 
 

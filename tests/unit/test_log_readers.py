@@ -3,7 +3,7 @@
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,15 @@ from pipelinerl.transfer.chunks import pack
 from pipelinerl.transfer.manifest import Manifest, build_manifest
 from pipelinerl.transfer.stores import LogStore, StoreError, open_store
 from pipelinerl.transfer.weight_log import WeightLog
-from pipelinerl.v1.control_pb2 import Registration
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import StagedWeights, WeightLoading
 from services.actor.weight_sync.updates import ServingGate, UpdateListener
 from services.trainer.weight_sync.sender import LogWriter, Snapshot
-from services.trainer.weight_sync.updater import WeightUpdater
 from tests.support.memory_bus import MemoryBus, MemoryServer
-from tests.unit.test_update_protocol import MANIFEST, ScriptedReceiver, ScriptedSender, Told, ended, start_actor
+from tests.unit.builders import RUN
+from tests.unit.test_update_protocol import MANIFEST, RunningActor, ScriptedReceiver, Stage, ended
+from tests.unit.test_update_protocol import stage as protocol_stage
 
-RUN = "run"
 LIMITS = StreamLimits(member_ttl_s=600)
 
 
@@ -94,38 +93,25 @@ class Unreliable:
 
 
 @dataclass
-class Reader:
-    name: str
+class Reader(RunningActor):
     receiver: ReadingReceiver
-    gate: ServingGate
-    listener: UpdateListener
     store: Unreliable
-    task: asyncio.Task[None]
-    bus: MemoryBus
     registry: CollectorRegistry
 
     @property
     def served(self) -> list[int]:
         return [version.number for version in self.receiver.served]
 
-    async def register(self, process: str = "p1", phase: str = "joining", address: str = "a:1", pod_uid: str = "") -> None:
+    async def register(self, process: str = "", **fields: Any) -> None:
         served = self.gate.served or PolicyVersion(0, 0)
-        me = Registration(actor=self.name, process=process, grpc_address=address, ranks=1, phase=phase, reads_log=True)
-        me.pod_uid = pod_uid
-        me.policy_version, me.incarnation = served.number, served.incarnation
-        await self.bus.put_member(self.name, me.SerializeToString())
+        about = {"reads_log": True, "policy_version": served.number, "incarnation": served.incarnation}
+        await super().register(process, **about | fields)
 
 
 @dataclass
-class Stage:
-    updater: WeightUpdater
-    sender: ScriptedSender
-    server: MemoryServer
-    stack: AsyncExitStack
-    told: Told
+class LogStage(Stage):
     store: Unreliable
     folder: Path
-    running: asyncio.Task[None]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
@@ -135,22 +121,20 @@ class Stage:
 
     async def read(self, name: str, max_lag: int | None = None) -> Reader:
         bus = await self.stack.enter_async_context(MemoryBus(RUN, server=self.server, limits=LIMITS))
-        receiver, gate = ReadingReceiver(), ServingGate(max_lag)
+        receiver, gate, registry = ReadingReceiver(), ServingGate(max_lag), CollectorRegistry()
         store = Unreliable(await self.stack.enter_async_context(open_store(self.folder.as_uri(), bus)))
-        registry = CollectorRegistry()
         listener = UpdateListener(bus, receiver, gate, ActorMetrics(registry), instance=name, process="p1", log=store)
-        reader = Reader(name, receiver, gate, listener, store, asyncio.create_task(listener.run()), bus, registry)
-        self.stack.push_async_callback(ended, reader.task)
+        task = asyncio.create_task(listener.run())
+        self.stack.push_async_callback(ended, task)
+        reader = Reader(name, bus, receiver, gate, listener, task, store=store, registry=registry)
         await reader.register()
         await self.until(lambda: name in self.updater.readers.members)
         return reader
 
-    async def join(self, name: str) -> ScriptedReceiver:
-        actor = await start_actor(name, self.server, self.stack)
-        self.stack.push_async_callback(ended, actor.task)
-        await actor.register()
+    async def join(self, name: str, *more: Any, **options: Any) -> RunningActor:
+        actor = await super().join(name, *more, **options)
         await self.until(lambda: name in self.updater._main.coordinator.present)
-        return actor.receiver
+        return actor
 
     async def send(self, version: int) -> None:
         async with asyncio.timeout(60):
@@ -159,18 +143,12 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(folder: Path, incarnation: int = 1, server: MemoryServer | None = None) -> AsyncIterator[Stage]:
-    server, sender = server or MemoryServer(), ScriptedSender()
-    async with AsyncExitStack() as stack:
-        bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=LIMITS))
-        await bus.create_streams()
-        told, store = Told(), Unreliable(await stack.enter_async_context(open_store(folder.as_uri(), bus)))
-        writer = LogWriter(WeightLog(store, MANIFEST, RUN, anchor_every=4))
-        options = {"deadline_s": 600.0, "join_timeout_s": 60.0, "log": writer}
-        updater = WeightUpdater(bus, sender, told, incarnation=incarnation, **options)
-        running = asyncio.create_task(updater.run())
-        stack.push_async_callback(ended, running)
-        yield Stage(updater, sender, server, stack, told, store, folder, running)
+async def stage(folder: Path, incarnation: int = 1, server: MemoryServer | None = None) -> AsyncIterator[LogStage]:
+    server = server or MemoryServer()
+    async with MemoryBus(RUN, server=server, limits=LIMITS) as bus, open_store(folder.as_uri(), bus) as opened:
+        writer = LogWriter(WeightLog(store := Unreliable(opened), MANIFEST, RUN, anchor_every=4))
+        async with protocol_stage(server=server, incarnation=incarnation, log=writer) as one:
+            yield LogStage(**vars(one), store=store, folder=folder)
 
 
 async def test_a_run_of_readers_only_goes_on_with_the_fastest_and_each_serves_whole_versions(tmp_path: Path) -> None:
@@ -193,7 +171,7 @@ async def test_a_run_of_readers_only_goes_on_with_the_fastest_and_each_serves_wh
                 assert data == stream_of(version.number).numpy().tobytes()
         assert one.sender.sent == [], "the trainer sent no bytes to anyone"
         await one.until(lambda: one.updater.states["b"] == "serving")
-        assert [(change.kind, change.member.actor) for change in one.told.changes] == [("joined", "a"), ("joined", "b")]
+        assert [(change.kind, change.member.actor) for change in one.history.changes] == [("joined", "a"), ("joined", "b")]
         slow.receiver.may_receive.clear()
         await one.send(6)
         assert one.updater.versions == {"a": 6, "b": 5}, "the page shows that b is behind"
@@ -202,16 +180,16 @@ async def test_a_run_of_readers_only_goes_on_with_the_fastest_and_each_serves_wh
         one.updater.readers.unreachable.add("b")
         assert list(one.updater.serving) == ["a"], "an evaluation would wait for b in vain"
         assert list(one.updater.members) == ["a", "b"], "b is asked for its load again"
-        assert one.told.records[-1].stall_s["a"] == 0.002
+        assert one.history.records[-1].stall_s["a"] == 0.002
 
 
 async def test_readers_never_hold_the_members_and_take_over_when_those_are_gone(tmp_path: Path) -> None:
     async with stage(tmp_path) as one:
-        member, reader = await one.join("m"), await one.read("r")
+        _, reader = await one.join("m"), await one.read("r")
         reader.receiver.may_receive.clear()
         await one.send(0)
         await one.send(1)
-        assert [version.number for version in member.served] == [0, 1]
+        assert one.served("m") == [0, 1]
         assert list(one.updater.serving) == ["m"]
         reader.receiver.may_receive.set()
         await one.until(lambda: reader.served[-1:] == [1])
@@ -220,9 +198,9 @@ async def test_readers_never_hold_the_members_and_take_over_when_those_are_gone(
         await one.until(lambda: one.updater.num_present == 1)
         await one.send(2)  # nobody is left in the epoch
         assert (reader.served[-1], one.updater.served_version) == (2, 2)
-        back = await one.join("m")
+        await one.join("m")
         await one.send(3)
-        await one.until(lambda: [version.number for version in back.served][-1:] == [3] and reader.served[-1] == 3)
+        await one.until(lambda: one.served("m")[-1:] == [3] and reader.served[-1] == 3)
 
 
 async def test_a_measured_version_is_kept_by_readers_too(tmp_path: Path) -> None:
@@ -244,13 +222,13 @@ async def test_a_measured_version_is_kept_by_readers_too(tmp_path: Path) -> None
 
 async def test_a_store_that_is_away_stops_nobody_and_nothing_wrong_is_served(tmp_path: Path) -> None:
     async with stage(tmp_path) as one:
-        member, reader = await one.join("m"), await one.read("r")
+        _, reader = await one.join("m"), await one.read("r")
         await one.send(0)
         await one.until(lambda: reader.served == [0])
         one.store.error = StoreError("away")
         for version in (1, 2, 3):
             await one.send(version)
-        assert [version.number for version in member.served] == [0, 1, 2, 3]
+        assert one.served("m") == [0, 1, 2, 3]
         one.store.error, reader.store.error = None, StoreError("away from here")
         await one.until(lambda: one.updater.log is not None and one.updater.log.published.version == 3)  # type: ignore[union-attr]
         await one.until(lambda: "r: away from here" in one.updater.reasons)
@@ -302,7 +280,7 @@ async def test_a_reader_that_leaves_or_restarts_is_told_of(tmp_path: Path) -> No
         await one.until(lambda: one.updater.readers.members["a"].process == "p2")
         await reader.register(process="p2", phase="draining")
         await one.until(lambda: not one.updater.readers.members)
-        assert [change.kind for change in one.told.changes] == ["joined", "joined", "left"]
+        assert [change.kind for change in one.history.changes] == ["joined", "joined", "left"]
         assert one.updater.states == {"a": "leaving"}
         await reader.bus.remove_member("a")
         await one.until(lambda: not one.updater.states)
@@ -310,7 +288,7 @@ async def test_a_reader_that_leaves_or_restarts_is_told_of(tmp_path: Path) -> No
         await one.until(lambda: one.updater.states == {"a": "serving"})
         one.updater.pod_ends(PodEnd("a", "u1", "its pod is being deleted", still_running=True))
         assert not one.updater.states, "at once"
-        assert (one.told.changes[-1].kind, one.told.changes[-1].reason) == ("left", "its pod is being deleted")
+        assert (one.history.changes[-1].kind, one.history.changes[-1].reason) == ("left", "its pod is being deleted")
         await reader.register(pod_uid="u1")  # a heartbeat that comes late
         await reader.bus.put_member("b", b"no registration")
         await one.until(lambda: one.updater.bad_messages == 1)
@@ -333,10 +311,7 @@ async def test_an_actor_that_restarts_is_not_called_as_before_even_with_another_
         await reader.register()
         await one.until(lambda: list(one.updater.serving) == ["a"])
         await ended(reader.task)
-        member = await start_actor("a", one.server, one.stack, process="p3")  # with gloo; "starting" was missed
-        one.stack.push_async_callback(ended, member.task)
-        await member.register()
-        await one.until(lambda: "a" in one.updater._main.coordinator.present)
+        member = await one.join("a", process="p3")  # with gloo; "starting" was missed
         await one.send(1)
         assert member.receiver.served[-1] == PolicyVersion(1, 1)
         assert [one.updater.members["a"].process, one.updater.serving["a"].process, one.updater.num_present] == ["p3", "p3", 1]
@@ -393,7 +368,7 @@ async def test_a_slow_store_keeps_one_snapshot_beside_the_newest(tmp_path: Path)
 async def test_a_reader_without_an_address_is_never_called(tmp_path: Path) -> None:
     async with stage(tmp_path) as one:
         reader = await one.read("a")
-        await reader.register(address="")
+        await reader.register(grpc_address="")
         await one.until(lambda: not one.updater.readers.members["a"].grpc_address)
         await one.send(0)
         assert (reader.served, one.updater.serving, one.updater.members) == ([0], {}, {})

@@ -16,7 +16,6 @@ from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import ManifestMismatch, ServiceError, TransferError, UserError
 from pipelinerl.kube.client import PodEnd
 from pipelinerl.messages.control import Backend
-from pipelinerl.messages.control import Phase as RegistrationPhase
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.lifecycle import GpuTurn
 from pipelinerl.transfer.manifest import GroupSpec, Manifest, TransferResult, build_manifest
@@ -148,11 +147,9 @@ class RunningActor:
     task: asyncio.Task[None]
     process: str = "p1"
 
-    async def register(
-        self, process: str = "", ranks: int = 1, pod_uid: str = "", phase: RegistrationPhase = "joining"
-    ) -> None:
-        about = {"process": process or self.process, "ranks": ranks, "phase": phase, "pod_uid": pod_uid}
-        registration = Registration(actor=self.name, grpc_address=f"{self.name}:1", **about)
+    async def register(self, process: str = "", **fields: Any) -> None:
+        usual = {"process": process or self.process, "grpc_address": f"{self.name}:1", "ranks": 1, "phase": "joining"}
+        registration = Registration(actor=self.name, **usual | fields)
         await self.bus.put_member(self.name, registration.SerializeToString())
 
 
@@ -236,13 +233,15 @@ async def ends_with(task: asyncio.Task[None], error: type[Exception], match: str
 
 
 @asynccontextmanager
-async def stage(*names: str, join_timeout_s: float = 60.0, server: MemoryServer | None = None) -> AsyncIterator[Stage]:
+async def stage(
+    *names: str, join_timeout_s: float = 60.0, server: MemoryServer | None = None, **options: Any
+) -> AsyncIterator[Stage]:
     server, sender = server or MemoryServer(), ScriptedSender()
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(MemoryBus(RUN, server=server, limits=StreamLimits(member_ttl_s=600)))
         await bus.create_streams()
-        history = Told()
-        updater = WeightUpdater(bus, sender, history, incarnation=1, deadline_s=600.0, join_timeout_s=join_timeout_s)
+        history, options = Told(), {"incarnation": 1, "deadline_s": 600.0, "join_timeout_s": join_timeout_s, **options}
+        updater = WeightUpdater(bus, sender, history, **options)
         running = asyncio.create_task(updater.run())
         stack.push_async_callback(ended, running)
         one = Stage(updater, sender, {}, server, stack, running, history)
