@@ -166,11 +166,11 @@ class _Feed:
 
 
 class MemoryBus:
-    """As `Bus`. Those that share `server` are of one run; without one, this bus is the run's only one."""
+    """As `Bus`. Those that share `server` are of one run; without one, this bus is the run's only one and has its streams."""
 
     def __init__(self, run: str, *, server: MemoryServer | None = None, limits: StreamLimits | None = None) -> None:
         self.run, self.limits = run, limits or StreamLimits()
-        self.server = server or MemoryServer()
+        self.server = server or MemoryServer(streams=RunStreams(self.limits))
 
     async def __aenter__(self) -> MemoryBus:
         self._check_reachable()

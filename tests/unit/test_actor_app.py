@@ -42,7 +42,7 @@ from services.actor.metrics import ActorMetrics
 from services.trainer.data.evaluation import calls_to
 from tests.support.generation import ScriptedEngine, ScriptedVerifier, generated
 from tests.support.machine import held_port, until
-from tests.support.memory_bus import MemoryBus, MemoryServer
+from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, make_group, make_recipe
 
 SAMPLING, CONTEXT = SamplingParams(max_tokens=4), LogContext(RUN, "actor", "a")
@@ -70,8 +70,7 @@ def settings() -> ActorSettings:
 
 @asynccontextmanager
 async def running(engine: ScriptedEngine | None = None, version: int | None = 0) -> AsyncIterator[Running]:
-    async with MemoryBus(RUN, server=MemoryServer(), limits=StreamLimits(member_ttl_s=0.3)) as bus:
-        await bus.create_streams()
+    async with MemoryBus(RUN, limits=StreamLimits(member_ttl_s=0.3)) as bus:
         engine, verifier, stop, readiness = engine or ScriptedEngine(), ScriptedVerifier(), asyncio.Event(), Readiness()
         engine.open.set()
         registry = CollectorRegistry()

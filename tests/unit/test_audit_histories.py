@@ -25,7 +25,7 @@ from pipelinerl.messages.sequences import VersionSpan, decode_group, encode_sequ
 from pipelinerl.rl.ledger import Outcome
 from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, make_group, make_sequence
-from tests.unit.test_trainer_resume import RECIPE, Life, answer_next, life, publish, roll_back, streams
+from tests.unit.test_trainer_resume import RECIPE, Life, answer_next, life, publish, roll_back
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_whatever_happens_adds_up_and_no_sequence_is_lost_or_trained_twice_into_
 
 
 async def history(moves: list[str], folder: Path) -> None:
-    async with streams() as bus:
+    async with MemoryBus(RUN) as bus:
         one = Life(folder, bus, RECIPE)
         await one.begin()
         try:
@@ -176,7 +176,7 @@ def tear(journal: Path) -> None:
 @asynccontextmanager
 async def after_a_restart(folder: Path) -> AsyncIterator[tuple[Life, MemoryBus]]:
     """A second incarnation that has trained a version, with sequences in flight in every place where they can be."""
-    async with streams() as bus:
+    async with MemoryBus(RUN) as bus:
         async with life(folder, bus) as one:
             await one.train_a_version(answers=3)
             await one.checkpoint()
@@ -219,7 +219,7 @@ async def test_messages_that_repeat_or_cannot_be_read_are_counted_and_no_contrad
 
 
 async def test_an_unreadable_message_accounts_for_the_sequence_that_it_was_published_as(tmp_path: Path) -> None:
-    async with streams() as bus, life(tmp_path, bus) as one:
+    async with MemoryBus(RUN) as bus, life(tmp_path, bus) as one:
         await one.idle()
         delivery = await bus.next_prompt(timeout_s=1)
         group = decode_group(delivery.payload)
@@ -241,7 +241,7 @@ async def acknowledge_without_storing(bus: MemoryBus) -> str:
 
 @pytest.mark.parametrize("at_work", [True, False])
 async def test_a_sequence_in_flight_that_is_lost(tmp_path: Path, at_work: bool) -> None:
-    async with streams() as bus, life(tmp_path, bus) as one:
+    async with MemoryBus(RUN) as bus, life(tmp_path, bus) as one:
         await one.train_a_version()
         lost = await acknowledge_without_storing(bus)
         await one.idle()
@@ -250,7 +250,7 @@ async def test_a_sequence_in_flight_that_is_lost(tmp_path: Path, at_work: bool) 
 
 
 async def test_groups_that_a_dead_trainer_did_not_publish_wait_for_the_next(tmp_path: Path) -> None:
-    async with streams() as bus:
+    async with MemoryBus(RUN) as bus:
         async with life(tmp_path, bus) as one:
             await one.idle()
         while (delivery := await bus.next_prompt(timeout_s=0.002)) is not None:
@@ -268,7 +268,7 @@ async def test_groups_that_a_dead_trainer_did_not_publish_wait_for_the_next(tmp_
 
 
 async def test_the_newest_group_may_be_on_its_way_to_the_stream(tmp_path: Path) -> None:
-    async with streams() as bus, life(tmp_path, bus) as one:
+    async with MemoryBus(RUN) as bus, life(tmp_path, bus) as one:
         await one.train_a_version()
         await one.idle()
         number = one.feeder.next_group
@@ -286,7 +286,7 @@ async def test_the_newest_group_may_be_on_its_way_to_the_stream(tmp_path: Path) 
 
 async def test_what_moved_between_two_looks_is_not_called_lost(tmp_path: Path) -> None:
     """What seems lost at the first look was trained, and purged, by the second."""
-    async with streams() as bus, life(tmp_path, bus) as one:
+    async with MemoryBus(RUN) as bus, life(tmp_path, bus) as one:
         await one.train_a_version()
         one.journal.flush()
         for _ in range(2):
@@ -337,7 +337,7 @@ async def test_a_rollback_that_is_killed_has_happened_or_has_not(tmp_path: Path,
     starts = set[int]()
     for step in count():
         folder = tmp_path / str(step)
-        async with streams() as bus:
+        async with MemoryBus(RUN) as bus:
             async with life(folder, bus) as one:
                 for version in range(1, 5):
                     await one.train_a_version(answers=3)
@@ -355,7 +355,7 @@ async def test_a_rollback_that_is_killed_has_happened_or_has_not(tmp_path: Path,
             if again:
                 roll_back(folder, to)
                 assert failures(await audited(folder, bus)) == {}
-            async with streams() if again else nullcontext(bus) as bus_now:  # NATS may have lost everything
+            async with MemoryBus(RUN) if again else nullcontext(bus) as bus_now:  # NATS may have lost everything
                 one = Life(folder, bus_now, RECIPE)
                 await one.begin()
                 starts.add(one.version)

@@ -170,7 +170,6 @@ def test_any_bytes_on_control_leave_the_actor_able_to_serve_the_next_version(ord
 async def listens_on(orders: list[tuple[str, bytes]]) -> None:
     registry, receiver, gate = CollectorRegistry(), ScriptedReceiver(), ServingGate(max_lag=None)
     async with MemoryBus(RUN) as bus:
-        await bus.create_streams()
         listener = UpdateListener(bus, receiver, gate, ActorMetrics(registry), instance="a", process="p1")
         listening = asyncio.create_task(listener.run())
         await publish_all(bus, orders)
@@ -305,7 +304,6 @@ def test_damaged_answers_and_registrations_are_harmless(kind: str, payloads: lis
 
 async def hear_all(kind: str, payloads: list[bytes]) -> None:
     async with MemoryBus(RUN) as bus:
-        await bus.create_streams()
         nothing: Any = FakeSender()
         updater = WeightUpdater(bus, nothing, nothing, incarnation=1, deadline_s=5, join_timeout_s=60)
         running = asyncio.create_task(updater.run())

@@ -265,7 +265,6 @@ async def test_failures_of_any_text_make_few_series_of_the_counter() -> None:
         return
 
     async with MemoryBus(RUN) as bus:
-        await bus.create_streams()
         finisher = Finisher(bus, ScriptedVerifier(), ActorMetrics(registry), published, buffer_size=100, batch_size=4)  # type: ignore[arg-type]
         running = asyncio.create_task(finisher.run())
         for number in range(100):

@@ -1,8 +1,8 @@
 """An actor's registration: kept fresh, true, and gone once it leaves."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -18,13 +18,6 @@ from tests.unit.builders import RUN
 
 def heartbeat(bus: MemoryBus, gate: ServingGate, manifest_id: Callable[[], str] = lambda: "") -> Heartbeat:
     return Heartbeat(bus, gate, manifest_id, Registration(actor="a", process="p1", grpc_address="a:1", ranks=2, pod_uid="u1"))
-
-
-@asynccontextmanager
-async def streams(ttl_s: float = 0.06) -> AsyncIterator[MemoryBus]:
-    async with MemoryBus(RUN, server=MemoryServer(), limits=StreamLimits(member_ttl_s=ttl_s)) as bus:
-        await bus.create_streams()
-        yield bus
 
 
 async def next_registration(bus: MemoryBus) -> Registration | None:
@@ -66,7 +59,7 @@ async def test_streams_that_are_not_there_yet_are_waited_for_and_told_once(caplo
 
 @pytest.mark.parametrize(("drains", "said"), [(True, ["joining", "draining", "gone"]), (False, ["joining", "gone"])])
 async def test_an_actor_leaves_once_and_drains_before(drains: bool, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    async with streams(ttl_s=0.3) as bus:
+    async with MemoryBus(RUN, limits=StreamLimits(member_ttl_s=0.3)) as bus:
         gate, heard, registered = ServingGate(1), list[str](), asyncio.Event()
 
         async def put(actor: str, payload: bytes) -> None:
@@ -90,7 +83,7 @@ async def test_an_actor_leaves_once_and_drains_before(drains: bool, said: list[s
 
 
 async def test_leaving_a_bus_that_is_away_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    async with streams() as bus:
+    async with MemoryBus(RUN, limits=StreamLimits(member_ttl_s=0.06)) as bus:
         bus.server.set_reachable(False)
         async with asyncio.timeout(60):
             await heartbeat(bus, ServingGate(1)).leave()

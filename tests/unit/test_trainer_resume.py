@@ -44,7 +44,7 @@ from services.trainer.checkpoint.run_state import (
 from services.trainer.data.intake import HeldSequences
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.page import about
-from tests.support.memory_bus import MemoryBus, MemoryServer
+from tests.support.memory_bus import MemoryBus
 from tests.unit.builders import RUN, make_episode, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakePolicy, make_run, make_run_state, tensors_of
 
@@ -164,15 +164,8 @@ def roll_back(run_dir: Path, version: int) -> None:
         assert rollback(Namespace(run=run_dir, to=version)) == 0
 
 
-@asynccontextmanager
-async def streams(server: MemoryServer | None = None) -> AsyncIterator[MemoryBus]:
-    async with MemoryBus(RUN, server=server) as bus:
-        await bus.create_streams()
-        yield bus
-
-
 async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> None:
-    async with streams() as bus:
+    async with MemoryBus(RUN) as bus:
         async with life(tmp_path, bus) as one:
             await one.train_a_version(answers=3)
             await one.idle()  # otherwise the feeder may issue a group after the checkpoint
@@ -192,7 +185,7 @@ async def test_it_goes_on_with_the_books_of_its_checkpoint(tmp_path: Path) -> No
 
 async def test_an_actor_answers_only_for_groups_that_it_was_handed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What it makes up for others is refused, and ends a sample only where it took the id that NATS knows repetitions by."""
-    async with streams() as bus:
+    async with MemoryBus(RUN) as bus:
         async with life(tmp_path, bus) as one:
             await one.idle()
             first, second = [decode_group((await bus.next_prompt(1.0)).payload) for _ in range(2)]
@@ -226,7 +219,7 @@ async def test_an_actor_answers_only_for_groups_that_it_was_handed(tmp_path: Pat
 
 
 async def test_groups_that_a_former_release_issued_need_no_token_and_later_ones_do(tmp_path: Path) -> None:
-    async with streams() as bus:
+    async with MemoryBus(RUN) as bus:
         async with life(tmp_path, bus) as one:
             await one.idle()
             old = decode_group((await bus.next_prompt(1.0)).payload)
@@ -251,7 +244,7 @@ async def test_a_phase_has_its_order_whenever_the_trainer_starts_again(tmp_path:
     async def trained(restart_at: int) -> list[list[str]]:
         """The groups of each step; a trainer ends at version `restart_at`."""
         steps: list[list[str]] = []
-        async with streams() as bus:
+        async with MemoryBus(RUN) as bus:
             for end in sorted({restart_at, 4}):
                 async with life(tmp_path / f"restarted-at-{restart_at}", bus, PHASES) as one:
                     while len(steps) < end:
@@ -270,7 +263,7 @@ async def test_a_phase_has_its_order_whenever_the_trainer_starts_again(tmp_path:
 
 
 async def test_groups_issued_after_the_checkpoint_are_taken_over(tmp_path: Path) -> None:
-    async with streams() as bus:
+    async with MemoryBus(RUN) as bus:
         async with life(tmp_path, bus) as one:
             await one.checkpoint()  # before anything was issued
             await one.idle()
@@ -285,13 +278,12 @@ async def test_groups_issued_after_the_checkpoint_are_taken_over(tmp_path: Path)
 
 
 async def test_groups_that_never_reached_the_stream_are_published(tmp_path: Path) -> None:
-    server = MemoryServer()
-    async with streams(server) as bus:
+    async with MemoryBus(RUN) as bus:
         async with life(tmp_path, bus) as one:
-            server.set_reachable(False)  # the groups are reserved, and one is in the tracker
+            bus.server.set_reachable(False)  # the groups are reserved, and one is in the tracker
             while one.tracker.issued_groups == 0:
                 await asyncio.sleep(0)
-        server.set_reachable(True)
+        bus.server.set_reachable(True)
         async with life(tmp_path, bus) as again:
             assert (again.tracker.issued_groups, again.published_again) == (0, 0)
             await again.idle()  # they are issued in their turn
@@ -299,13 +291,13 @@ async def test_groups_that_never_reached_the_stream_are_published(tmp_path: Path
 
 
 async def test_new_streams_are_noticed_and_what_was_on_the_old_ones_is_issued_again(tmp_path: Path) -> None:
-    async with streams() as bus, life(tmp_path, bus) as one:
+    async with MemoryBus(RUN) as bus, life(tmp_path, bus) as one:
         await one.idle()
         await answer_next(one)
         await answer_next(one, samples=1)
         await one.idle()
         await one.checkpoint()
-    async with streams() as bus, life(tmp_path, bus) as again:
+    async with MemoryBus(RUN) as bus, life(tmp_path, bus) as again:
         assert again.intake.position == 0
         assert again.published_again == 5
         done = {}
@@ -318,7 +310,7 @@ async def test_new_streams_are_noticed_and_what_was_on_the_old_ones_is_issued_ag
 
 async def test_a_version_without_a_checkpoint_has_the_state_that_the_journal_tells(tmp_path: Path) -> None:
     """A sample of a group that waits for the next step has ended already, and more groups are issued later."""
-    async with streams() as bus:
+    async with MemoryBus(RUN) as bus:
         async with life(tmp_path, bus) as one:
             await one.idle()
             for _ in range(2):
@@ -358,7 +350,7 @@ async def test_a_version_without_a_checkpoint_has_the_state_that_the_journal_tel
 
 
 async def test_a_group_that_was_handed_over_is_not_taken_for_lost(tmp_path: Path) -> None:
-    async with streams() as bus:
+    async with MemoryBus(RUN) as bus:
         async with life(tmp_path, bus) as one:
             await one.idle()
             await one.checkpoint()
@@ -418,7 +410,7 @@ async def test_a_changed_learning_rate_is_recorded_in_journal_lineage_and_page(t
     fields = {"record": True, "trainer": {"steps": 6, "batch_size": 4, "tokens_per_microbatch": 64, "learning_rate": 1e-3}}
     rate, lag = "trainer.learning_rate: 1e-06 → 0.001", "algorithm.max_lag: 2 → 3"
     changed = make_recipe(**fields, algorithm={"max_lag": 3})
-    async with streams() as bus:
+    async with MemoryBus(RUN) as bus:
         for recipe in (RECIPE, make_recipe(**fields, algorithm={"max_lag": 2}), changed):
             async with life(tmp_path, bus, recipe) as one:
                 await one.train_a_version()
@@ -432,7 +424,7 @@ async def test_a_changed_learning_rate_is_recorded_in_journal_lineage_and_page(t
 
 @pytest.mark.parametrize("lost", ["lineage.json", "ledger.jsonl", "half of ledger.jsonl", "checkpoints"])
 async def test_a_folder_that_lacks_something_is_not_taken_for_a_new_run(tmp_path: Path, lost: str) -> None:
-    async with streams() as bus, life(tmp_path, bus) as one:
+    async with MemoryBus(RUN) as bus, life(tmp_path, bus) as one:
         await one.train_a_version()
         await one.checkpoint()
     if lost == "checkpoints":

@@ -364,7 +364,6 @@ async def training_run(
 ) -> AsyncIterator[tuple[TrainingRun, FakePolicy]]:
     """A run of no actors that has not begun; `sections` of its recipe."""
     async with MemoryBus(RUN) as bus, AsyncExitStack() as stack:
-        await bus.create_streams()
         recipe = make_recipe(**{"task": TASK, **sections})
         policy = FakePolicy(run_dir)
         run = make_run(stack, run_dir, bus, recipe, start, board=board, updater=updater, policy=policy, **settings)
