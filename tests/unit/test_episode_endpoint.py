@@ -87,7 +87,7 @@ class Stage:
     async def hang_up(self, client: openai.AsyncOpenAI, messages: list[dict[str, str]]) -> None:
         """Ask, and go away as soon as the turn is being sampled."""
         before = self.sampler.under_way
-        asked = asyncio.create_task(client.chat.completions.create(model="m", messages=messages))
+        asked = asyncio.create_task(ask(client, messages))
         await until(lambda: self.sampler.under_way > before)
         asked.cancel()
         await until(lambda: not self.episode.served)
@@ -124,23 +124,27 @@ async def stage(
         await episode.end()
 
 
-def unlike(error: pytest.ExceptionInfo[openai.APIStatusError]) -> tuple[int, str | None]:
-    return error.value.status_code, error.value.code
+async def ask(client: openai.AsyncOpenAI, messages: list[Any] = ASK, **options: Any) -> Any:
+    return await client.chat.completions.create(**{"model": "m", "messages": messages} | options)
+
+
+async def refusal(client: openai.AsyncOpenAI, messages: list[Any] = ASK) -> tuple[int, str | None, str]:
+    with pytest.raises(openai.APIStatusError) as error:
+        await ask(client, messages)
+    return error.value.status_code, error.value.code, str(error.value)
 
 
 async def test_an_agent_on_openais_client_calls_a_tool_and_goes_on() -> None:
     async with stage(CALL, "It is 42.") as s, s.environment() as client:
         asked = {"temperature": 0, "seed": 0, "presence_penalty": 0}
-        first = await client.chat.completions.create(model="any", messages=ASK, tools=[LOOK_UP], **asked)
+        first = await ask(client, model="any", tools=[LOOK_UP], **asked)
         choice = first.choices[0]
         (call,) = choice.message.tool_calls
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
         assert (call.function.name, call.function.arguments) == ("look_up", '{"word": "ab"}')
         assert first.model == "any"
         result = {"role": "tool", "tool_call_id": call.id, "content": "42"}
-        second = await client.chat.completions.create(
-            model="any", messages=[*ASK, choice.message, result], tools=[LOOK_UP], max_completion_tokens=100
-        )
+        second = await ask(client, [*ASK, choice.message, result], tools=[LOOK_UP], max_completion_tokens=100)
         assert (second.choices[0].finish_reason, second.choices[0].message.content) == ("stop", "It is 42.")
         context, sampling, _ = s.sampler.asked[1]
         assert (second.usage.prompt_tokens, second.usage.completion_tokens) == (len(context), len("It is 42.") + 1)
@@ -201,15 +205,15 @@ async def test_tokens_in_and_tokens_out_as_verifiers_clients_ask() -> None:
 async def test_a_call_that_holds_half_a_surrogate_pair_is_answered_and_gone_on_with() -> None:
     call = CALL.replace("ab", "\\ud83d ẞ").replace("look_up", "\\udc00look_up")
     async with stage(call, "end", call) as s, s.environment() as client:
-        first = await client.chat.completions.create(model="m", messages=ASK, tools=[LOOK_UP])
+        first = await ask(client, tools=[LOOK_UP])
         message = first.choices[0].message
         function = message.tool_calls[0].function
         assert (function.name, json.loads(function.arguments)) == ("\ufffdlook_up", {"word": "\ufffd ẞ"})
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "none"}
-        await client.chat.completions.create(model="m", messages=[*ASK, message, result], tools=[LOOK_UP])
+        await ask(client, [*ASK, message, result], tools=[LOOK_UP])
         ((_, said),) = s.told()
         assert said.startswith(f"{call}<|im_end|>")
-        stream = await client.chat.completions.create(model="m", messages=ASK, tools=[LOOK_UP], stream=True)
+        stream = await ask(client, tools=[LOOK_UP], stream=True)
         first_chunk, *_ = [chunk async for chunk in stream]
         assert first_chunk.choices[0].delta.tool_calls[0].function.name == function.name
 
@@ -226,13 +230,12 @@ async def test_a_turn_that_cannot_be_answered_was_not_served_and_is_not_asked_fo
     chat = Defective(TOKENIZER)
     async with stage("once", chat=chat) as s, s.environment() as client:
         for _ in range(2):
-            with pytest.raises(openai.InternalServerError, match="RuntimeError: broken") as error:
-                await client.chat.completions.create(model="m", messages=ASK)
-            assert unlike(error) == (500, "internal_error")
+            *told, text = await refusal(client)
+            assert (told, "RuntimeError: broken" in text) == ([500, "internal_error"], True)
             assert s.episode.served == []
         assert s.count("episode_refusals_total", code="internal_error") == 2  # the client was told not to try again
         chat.is_broken = False
-        again = await client.chat.completions.create(model="m", messages=ASK)
+        again = await ask(client)
         assert (again.choices[0].message.content, len(s.sampler.asked)) == ("once", 1)
 
 
@@ -254,7 +257,7 @@ async def test_a_stream_is_kept_alive_until_its_turn_is_sampled(monkeypatch: pyt
             assert [event["choices"][0]["finish_reason"] for event in events] == [None, "stop"]
             assert events[0]["choices"][0]["delta"]["content"] == "late"
             s.sampler.open.clear()
-            failing = await client.chat.completions.create(model="m", messages=ASK, stream=True)
+            failing = await ask(client, stream=True)
             s.sampler.open.set()
             with pytest.raises(openai.APIError, match="engine: lost") as error:
                 _ = [chunk async for chunk in failing]
@@ -267,28 +270,22 @@ async def test_turns_that_nobody_waits_for_any_more_count_as_turns() -> None:
         s.sampler.open.clear()
         for number in range(2):
             await s.hang_up(client, [*ASK, *ASK][number:])
-        with pytest.raises(openai.BadRequestError) as error:
-            await client.chat.completions.create(model="m", messages=[*ASK, *ASK, *ASK])
-        assert unlike(error) == (400, "max_turns_exceeded")
+        assert (await refusal(client, [*ASK, *ASK, *ASK]))[:2] == (400, "max_turns_exceeded")
         assert s.sampler.under_way == 2
         s.sampler.open.set()
-        again = await client.chat.completions.create(model="m", messages=ASK)
+        again = await ask(client)
         assert (again.choices[0].message.content, s.sampler.under_way) == ("b", 0)
 
 
 async def test_limits_are_told_as_openais_errors_are() -> None:
     async with stage("a", "b", "c", max_turns=2, max_context=60) as s, s.environment() as client:
         long = [{"role": "user", "content": "x" * 80}]
-        with pytest.raises(openai.BadRequestError) as error:
-            await client.chat.completions.create(model="m", messages=long)
-        assert unlike(error) == (400, "context_length_exceeded")
+        assert (await refusal(client, long))[:2] == (400, "context_length_exceeded")
         assert s.episode.policy_fault == "context_length_exceeded"
         for _ in range(2):
-            await client.chat.completions.create(model="m", messages=ASK)
-        with pytest.raises(openai.BadRequestError) as error:
-            await client.chat.completions.create(model="m", messages=ASK)
-        assert unlike(error) == (400, "max_turns_exceeded")
-        assert "task.max_turns" in str(error.value)
+            await ask(client)
+        *told, text = await refusal(client)
+        assert (told, "task.max_turns" in text) == ([400, "max_turns_exceeded"], True)
         room = s.sampler.asked[0][1].max_tokens
         assert room == 60 - len(s.sampler.asked[0][0])
         assert s.count("episode_refusals_total", code="max_turns_exceeded") == 1
@@ -298,11 +295,9 @@ async def test_only_episodes_under_way_are_answered() -> None:
     async with stage("a") as s:
         async with s.environment() as client:
             base_url = client.base_url
-            await client.chat.completions.create(model="m", messages=ASK)
+            await ask(client)
         late = openai.AsyncOpenAI(base_url=base_url, api_key="none")
-        with pytest.raises(openai.NotFoundError) as error:
-            await late.chat.completions.create(model="m", messages=ASK)
-        assert unlike(error) == (404, "episode_not_found")
+        assert (await refusal(late))[:2] == (404, "episode_not_found")
         async with httpx.AsyncClient(base_url=s.address, timeout=60) as raw:
             for path in ("/", "/docs", "/metrics", "/healthz", "/episodes/guess/v1/models", "/episodes//v1/models"):
                 answer = await raw.get(path)
@@ -314,16 +309,16 @@ async def test_an_environment_that_is_run_again_gets_the_same_turns_and_ids() ->
         told = []
         for _ in range(2):
             async with s.environment() as client:
-                first = await client.chat.completions.create(model="m", messages=ASK, tools=[LOOK_UP])
+                first = await ask(client, tools=[LOOK_UP])
                 message = first.choices[0].message
                 result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "42"}
-                second = await client.chat.completions.create(model="m", messages=[*ASK, message, result], tools=[LOOK_UP])
+                second = await ask(client, [*ASK, message, result], tools=[LOOK_UP])
                 told.append((message, second.choices[0].message))
         assert told[0] == told[1]
         assert len(s.sampler.asked) == 2
         assert s.count("episode_turns_total", source="replayed") == 2
         async with s.environment() as client:  # another course: what it does not ask for is dropped
-            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Else."}])
+            await ask(client, [{"role": "user", "content": "Else."}])
         assert len(s.told()) == 1
         assert s.count("episode_dropped_turns_total") == 2
 
@@ -332,9 +327,9 @@ async def test_a_client_that_hangs_up_and_asks_again_gets_the_turn_that_was_begu
     async with stage("once", "twice") as s, s.environment() as client:
         s.sampler.open.clear()
         await s.hang_up(client, ASK)
-        again = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
+        again = asyncio.create_task(ask(client))
         await until(lambda: s.episode.served)
-        beside = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
+        beside = asyncio.create_task(ask(client))
         await until(lambda: len(s.sampler.asked) == 2)
         assert [number for _, _, number in s.sampler.asked] == [0, 1]  # their seeds differ by it
         s.sampler.open.set()
@@ -348,17 +343,17 @@ async def test_the_end_of_a_run_refuses_its_open_requests_and_leaves_the_turn_to
     async with stage("once", EngineError("late"), "never") as s:
         s.sampler.open.clear()
         async with s.environment() as client:
-            asked = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
+            asked = asyncio.create_task(ask(client))
             await until(lambda: s.sampler.under_way)
             await s.end_run(asked)
         for is_last in (False, True):
             async with s.environment() as client:
-                asked = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
+                asked = asyncio.create_task(ask(client))
                 await until(lambda: s.episode.served)
                 s.sampler.open.set()
                 assert (await asked).choices[0].message.content == "once"
                 s.sampler.open.clear()
-                asked = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
+                asked = asyncio.create_task(ask(client))
                 await until(lambda: s.sampler.under_way)
                 await s.end_run(asked)
             if not is_last:
@@ -402,11 +397,11 @@ async def test_a_turn_is_not_served_to_a_request_with_other_limits() -> None:
         s.sampler.open.clear()
         await s.hang_up(client, ASK)
         s.sampler.open.set()
-        stopped = await client.chat.completions.create(model="m", messages=ASK, stop="STOP")
+        stopped = await ask(client, stop="STOP")
         assert stopped.choices[0].message.content == "two"
-        short = await client.chat.completions.create(model="m", messages=ASK, max_tokens=2)
+        short = await ask(client, max_tokens=2)
         assert (short.choices[0].message.content, short.choices[0].finish_reason) == ("th", "length")
-        await client.chat.completions.create(model="m", messages=[*ASK, stopped.choices[0].message, *ASK])
+        await ask(client, [*ASK, stopped.choices[0].message, *ASK])
         assert [branch.turns[-1].finish_reason for branch in s.episode.result()] == ["stop", "length"]
         assert s.episode.finish_reason == "stop"
 
@@ -414,20 +409,16 @@ async def test_a_turn_is_not_served_to_a_request_with_other_limits() -> None:
 async def test_what_the_actor_cannot_do_fails_the_episode_and_an_interruption_does_not() -> None:
     async with stage("gone", EngineError("out of memory")) as s, s.environment() as client:
         s.sampler.is_interrupted = True
-        with pytest.raises(openai.InternalServerError) as error:
-            await client.chat.completions.create(model="m", messages=ASK)
-        assert unlike(error) == (503, "interrupted")
+        assert (await refusal(client))[:2] == (503, "interrupted")
         assert len(s.sampler.asked) == 1  # the client was told not to try again
         assert s.episode.failure == ""
         assert TOKENIZER.decode(s.episode.partial(0).branches[0].completion_token_ids) == "gone<|im_end|>"
-        with pytest.raises(openai.InternalServerError) as error:
-            await client.chat.completions.create(model="m", messages=[*ASK, *ASK])
-        assert unlike(error) == (500, "failed")
+        assert (await refusal(client, [*ASK, *ASK]))[:2] == (500, "failed")
         assert s.episode.failure == "engine: out of memory"
     async with stage("late", timeout_s=0.05) as s, s.environment() as client:
         s.sampler.open.clear()
         with pytest.raises(openai.InternalServerError):
-            await client.chat.completions.create(model="m", messages=ASK)
+            await ask(client)
         assert s.episode.failure.startswith("turn_timeout: ")
         assert s.sampler.under_way == 0
 
