@@ -24,15 +24,15 @@ from services.trainer.data.recording import read_step
 from tests.documents.check_documents import described
 from tests.faults.matrix import RANK_1, SURVIVE_WITHIN_S, Fault, interrupt, local_run, run_under_fire, some_faults, write_recipe
 from tests.support import stranger
-from tests.support.lying_actor import LIAR
-from tests.support.reading_actor import READER
+from tests.support.odd_actor import ODD
 from tests.support.runs import PARITY_NATS, audit, ledger_adds_up, pipelinerl, replay, write_tiny_recipe
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 LIGHT = {**COMMANDS, "actor": (sys.executable, "-m", "benchmarks.light_actor")}
-WITH_A_LIAR = {**COMMANDS, "actor": (sys.executable, "-m", "tests.support.lying_actor")}
-WITH_A_READER = {**COMMANDS, "actor": (sys.executable, "-m", "tests.support.reading_actor")}
+WITH_A_LIAR, WITH_A_READER = (
+    {**COMMANDS, "actor": (sys.executable, "-m", "tests.support.odd_actor", what)} for what in ("lies", "reads")
+)
 TWO_RANKS = {"nproc": 2, "tokens_per_microbatch": 256}
 
 
@@ -75,9 +75,9 @@ async def test_two_ranks_survive_faults_of_each_service_and_a_dead_rank(
     assert f"all {steps} versions have the digests of the run" in again, "over kills, restarts and a rollback, on two ranks"
     samples = [json.loads(line) for line in run_dir.samples.read_text().splitlines()]
     said = run_dir.log("trainer").read_text()
-    assert said.count(f"actor {READER} joined and serves version") >= 2, "it followed each trainer, by the weight log alone"
+    assert said.count(f"actor {ODD} joined and serves version") >= 2, "it followed each trainer, by the weight log alone"
     recorded = [group for step in range(1, steps + 1) for group in read_step(run_dir.path, step).groups]
-    assert READER in {sequence.actor for group in recorded for sequence in group.sequences}
+    assert ODD in {sequence.actor for group in recorded for sequence in group.sequences}
     newest = len(trainer_starts(run_dir.path))
     branches = [branch for group in recorded for sequence in group.sequences for branch in sequence.all_branches]
     assert all(span.version <= version or span.incarnation == newest for branch in branches for span in branch.spans)
@@ -158,7 +158,7 @@ async def test_conventional_mode_on_two_ranks_quarantines_a_liar(tmp_path: Path,
                 if records_of(run_dir) and not (tmp_path / "stranger").exists():
                     await stranger.refused_everywhere(run_dir, tmp_path / "stranger")
                     stranger.nothing_is_readable_by_others(run_dir)
-                    await asyncio.to_thread(stack.enter_context, stranger.another_user(run_dir, ["lying_actor", "trainer"]))
+                    await asyncio.to_thread(stack.enter_context, stranger.another_user(run_dir, ["odd_actor lies", "trainer"]))
         await stranger.open_to_the_owner(run_dir)
         ending = await interrupt(running)
     assert ending.exit_code == 130
@@ -178,7 +178,7 @@ async def test_conventional_mode_on_two_ranks_quarantines_a_liar(tmp_path: Path,
     assert not any("7" in one["completion"] or "7" in (one["tokens"] or [])[:-1] for one in samples)
     assert (run_dir.path / "checkpoint" / "config.json").is_file()
     audit(run_dir.path)
-    assert caught(run_dir) == {LIAR}, "not the honest one, by 1 % of its tokens of lag 0"
+    assert caught(run_dir) == {ODD}, "not the honest one, by 1 % of its tokens of lag 0"
     await stranger.done_to_a_copy(run_dir)
 
 
