@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from benchmarks.nats_server import NatsServer
-from tests.support.runs import write_tiny_model
+from pipelinerl.cli import main
+from tests.support.runs import Command, write_tiny_model
 from tests.support.suite import Suite
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach for the real hub, whatever its recipe names
@@ -45,6 +46,20 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 @pytest.fixture
 def nats_url(nats_server: NatsServer) -> str:
     return nats_server.url
+
+
+@pytest.fixture
+def pipelinerl(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Exit code, standard output and standard error of `pipelinerl ARGUMENTS...`, in this process."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code = main(arguments)
+        except SystemExit as ended:  # argparse
+            code = int(ended.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

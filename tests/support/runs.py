@@ -25,6 +25,8 @@ RUN_TIMEOUT_S = 800.0
 PARITY_NATS = 1e-4
 PROGRAM = str(Path(sys.executable).with_name("pipelinerl"))
 CHARACTERS = "0123456789+-=;#"
+Command = Callable[..., tuple[int, str, str]]
+"""The fixture `pipelinerl`."""
 
 
 def write_tiny_model(folder: Path) -> None:

@@ -11,39 +11,24 @@ import socket
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pipelinerl.cli import COMMANDS, build_parser, main
+from pipelinerl.cli import COMMANDS, build_parser
 from pipelinerl.commands.run import _until_there, chosen_ports
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.rehearsal import Preview
 from pipelinerl.run_dir import RunDir
 from pipelinerl.service.tls import Certificates
 from pipelinerl.v1.actor_pb2 import ACTOR_PHASE_SERVING, ActorState
+from tests.support.runs import Command
 from tests.unit.builders import model_folder, write_weights
 
 HEAVY = (
     "torch", "vllm", "transformers", "pydantic", "grpc", "nats", "rich", "numpy", "reasoning_gym", "asyncio", "yaml",
 )  # fmt: skip
 REPO = Path(__file__).parents[2]
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def pipelinerl(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Exit code, standard output and standard error of `pipelinerl ARGUMENTS...`, in this process."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        try:
-            code = main(arguments)
-        except SystemExit as ended:  # argparse
-            code = int(ended.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_help_and_version_are_told_without_importing_anything_heavy() -> None:

@@ -10,14 +10,13 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelinerl.cli import main
 from pipelinerl.commands.compare import (
     _POINTS,
     CURVES,
@@ -33,6 +32,7 @@ from pipelinerl.figures import FIGURES
 from pipelinerl.page.data import asset
 from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.run_summary import leaves
+from tests.support.runs import Command
 from tests.unit.test_report import EVIL, Tags, embedded, record
 
 Accuracy = tuple[float, float, float]
@@ -69,17 +69,10 @@ def run_in(
 
 
 @pytest.fixture
-def compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Exit code, output and errors of `pipelinerl compare ARGUMENTS...` in an empty folder."""
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipelinerl: Command) -> Command:
+    """`pipelinerl compare ARGUMENTS...` in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(["compare", *arguments])
-        return code, *capsys.readouterr()
-
-    return run
+    return partial(pipelinerl, "compare")
 
 
 # What it says
@@ -228,7 +221,7 @@ def test_the_rows_have_the_figures_names_and_an_evaluation_is_in_the_row_of_its_
 # The command
 
 
-def test_the_page_holds_model_output_as_text_and_its_owner_alone_reads_it(tmp_path: Path, compared: Callable[..., Any]) -> None:
+def test_the_page_holds_model_output_as_text_and_its_owner_alone_reads_it(tmp_path: Path, compared: Command) -> None:
     for name in ("<b>$a", "b"):
         run_in(tmp_path / name, samples=[sample(1, EVIL, EVIL)], summary={"error": f"\ud800\x1b[31m{EVIL}"})
     code, said, _ = compared("<b>$a", "b")
@@ -257,7 +250,7 @@ DAMAGE = [
 ]  # fmt: skip
 
 
-def test_damaged_records_are_left_out_and_break_nothing(tmp_path: Path, compared: Callable[..., Any]) -> None:
+def test_damaged_records_are_left_out_and_break_nothing(tmp_path: Path, compared: Command) -> None:
     whole = run_in(tmp_path / "whole", samples=[sample(1, "p")])
     broken = run_in(tmp_path / "broken", samples=[sample(1, "p"), sample(2, "p", reward=float("inf"))])
     for name in ("metrics.jsonl", "samples.jsonl", "metrics-undone.jsonl", "ledger.jsonl"):
@@ -279,7 +272,7 @@ def test_damaged_records_are_left_out_and_break_nothing(tmp_path: Path, compared
     assert [row["run"] for row in csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text()))].count("whole") == 3
 
 
-def test_runs_of_one_name_are_told_apart_and_rows_go_to_the_output(tmp_path: Path, compared: Callable[..., Any]) -> None:
+def test_runs_of_one_name_are_told_apart_and_rows_go_to_the_output(tmp_path: Path, compared: Command) -> None:
     for name in ("x/run", "y/run"):
         run_in(tmp_path / name)
     code, said, errors = compared("x/run", "y/run", "--csv", "-")
@@ -298,7 +291,7 @@ def test_runs_of_one_name_are_told_apart_and_rows_go_to_the_output(tmp_path: Pat
     os.close(reader)
 
 
-def test_open_shows_the_page(tmp_path: Path, compared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_shows_the_page(tmp_path: Path, compared: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     assert compared(str(run_in(tmp_path / "a")), str(run_in(tmp_path / "b")), "--csv", "rows.csv", "--open")[0] == 0
@@ -320,7 +313,7 @@ def test_open_shows_the_page(tmp_path: Path, compared: Callable[..., Any], monke
     ],
 )
 def test_mistakes_name_the_value_and_what_to_do(
-    tmp_path: Path, compared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, arguments: list[str], problem: str
+    tmp_path: Path, compared: Command, monkeypatch: pytest.MonkeyPatch, arguments: list[str], problem: str
 ) -> None:
     there = tmp_path / "there"
     for name in ("a", "b"):

@@ -18,7 +18,7 @@ from pipelinerl.recipe.preflight import Examination, environment_with, try_impor
 from pipelinerl.run_dir import create_run_dir
 from pipelinerl.tasks.rows import rows_of
 from pipelinerl.tasks.source import FileSource, Split
-from tests.unit.test_cli import Command, pipelinerl  # noqa: F401 - the fixture
+from tests.support.runs import Command
 
 REPO = Path(__file__).parents[2]
 OPTIONS = {"sums": []} | {name.name: ["--from", name.name] for name in TEMPLATES.iterdir() if name.name not in ("sums", "data")}
@@ -32,7 +32,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_every_shipped_recipe_is_listed_with_what_it_needs(pipelinerl: Command) -> None:  # noqa: F811
+def test_every_shipped_recipe_is_listed_with_what_it_needs(pipelinerl: Command) -> None:
     code, printed, _ = pipelinerl("recipes", "--json")
     rows = {row["name"]: row for row in json.loads(printed)}
     assert code == 0
@@ -51,7 +51,7 @@ def test_every_shipped_recipe_is_listed_with_what_it_needs(pipelinerl: Command) 
 
 
 @pytest.mark.parametrize("template", OPTIONS)
-def test_a_template_is_valid_and_passes_its_own_test(pipelinerl: Command, workplace: Path, template: str) -> None:  # noqa: F811
+def test_a_template_is_valid_and_passes_its_own_test(pipelinerl: Command, workplace: Path, template: str) -> None:
     code, printed, _ = pipelinerl("init", "tasks/My Task", *OPTIONS[template])
     folder = workplace / "tasks" / "My Task"
     assert code == 0
@@ -73,7 +73,7 @@ def test_a_template_is_valid_and_passes_its_own_test(pipelinerl: Command, workpl
     assert pipelinerl("init", "tasks/My Task")[0] == 2, "it is not empty"
 
 
-def test_questions_of_a_file_become_a_task(pipelinerl: Command, workplace: Path) -> None:  # noqa: F811
+def test_questions_of_a_file_become_a_task(pipelinerl: Command, workplace: Path) -> None:
     (workplace / "mine.csv").write_text(CSV.replace(",", ";"), encoding="utf-8-sig")
     assert pipelinerl("init", "first", "--data", "mine.csv")[0] == 0
     task = load_recipe("first/recipe.yaml").task
@@ -100,7 +100,7 @@ def test_questions_of_a_file_become_a_task(pipelinerl: Command, workplace: Path)
     assert pipelinerl("init", "fourth", "--data", "inner.json", "--question", "item.q", "--answer", "item.a.0")[0] == 0
 
 
-def test_known_forms_of_data_sets_become_prompts_and_final_answers(pipelinerl: Command, workplace: Path) -> None:  # noqa: F811
+def test_known_forms_of_data_sets_become_prompts_and_final_answers(pipelinerl: Command, workplace: Path) -> None:
     worked, long = "He has 5 - 2 = <<5-2=3>>3.\n#### 3", "She writes a letter of many words. " * 6
     forms = {
         "gsm8k": ("question", "", worked, "3"),
@@ -123,7 +123,7 @@ def test_known_forms_of_data_sets_become_prompts_and_final_answers(pipelinerl: C
     assert "prompt_template" not in Path("bare/recipe.yaml").read_text(), "a column that is given is the whole prompt"
 
 
-def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command) -> None:  # noqa: F811
+def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command) -> None:
     pipelinerl("init", "mine")
     Path("mine/questions.csv").write_text(CSV)
     code, _, errors = pipelinerl(
@@ -173,7 +173,7 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
         ("new --from code --data full/mine.csv", "argument --data: not allowed with argument --from"),
     ],
 )
-def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplace: Path, arguments: str, said: str) -> None:  # noqa: F811
+def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplace: Path, arguments: str, said: str) -> None:
     (workplace / "full").mkdir()
     for name, text in {
         "mine.csv": CSV,
