@@ -390,9 +390,9 @@ async def test_a_good_group_between_lost_ones_and_stale_ones_keep_the_run_alive(
 PHASES = {"mode": "conventional", "algorithm": {"max_lag": None, "conventional_g": 2}}
 
 
-async def trained_phase(one: Desk, version: int) -> list[int]:
+async def trained_phase(one: Desk, version: int) -> tuple[list[int], list[PromptGroup]]:
     """The phase that begins at `version`, answered in order of issue: its groups in order of training, by their place in that
-    order."""
+    order; and its groups as issued."""
     one.serve(version)
     groups = await one.take_issued()
     for group in groups:
@@ -402,19 +402,25 @@ async def trained_phase(one: Desk, version: int) -> list[int]:
     second = await one.intake.take_batch(version + 1)
     assert (len(first), len(second), one.feeder.room.allowance) == (2, 2, 0)
     issued = [group.group_id for group in groups]
-    return [issued.index(group.sequences[0].group_id) for group in first + second]
+    return [issued.index(group.sequences[0].group_id) for group in first + second], groups
 
 
-async def test_conventional_mode_issues_whole_phases_and_shuffles_each() -> None:
-    async def orders(seed: int) -> list[list[int]]:
-        async with desk(**PHASES, seed=seed, trainer=TRAINER) as one:
-            return [await trained_phase(one, version) for version in (0, 2, 4)]
+async def test_conventional_mode_issues_whole_phases_and_shuffles_each_and_the_seed_decides() -> None:
+    async def phases(seed: int) -> tuple[list[list[int]], list[str]]:
+        sampling = {"group_size": 2, "max_tokens": 16, "seeded": True}
+        async with desk(**PHASES, seed=seed, trainer=TRAINER, sampling=sampling) as one:
+            orders, issued = zip(*[await trained_phase(one, version) for version in (0, 2, 4)], strict=True)
+        groups = [group for of_phase in issued for group in of_phase]
+        assert len({group.seed for group in groups}) == len(groups) == 12
+        return [*orders], [repr(replace(group, prompt_token_ids=group.prompt_token_ids.tolist())) for group in groups]
 
-    phases = await orders(seed=1)
-    assert [sorted(order) for order in phases] == [[0, 1, 2, 3]] * 3
-    assert [0, 1, 2, 3] not in phases, "shuffled"
-    assert len({tuple(order) for order in phases}) == 3, "each anew"
-    assert await orders(seed=1) == phases != await orders(seed=2)
+    orders, prompts = await phases(seed=1)
+    assert [sorted(order) for order in orders] == [[0, 1, 2, 3]] * 3
+    assert [0, 1, 2, 3] not in orders, "shuffled"
+    assert len({tuple(order) for order in orders}) == 3, "each anew"
+    assert await phases(seed=1) == (orders, prompts)
+    others, other_prompts = await phases(seed=2)
+    assert (orders != others, prompts != other_prompts) == (True, True)
 
 
 async def test_a_last_phase_that_is_shorter_ends_though_groups_of_it_are_filtered_and_fail() -> None:
@@ -438,28 +444,6 @@ async def test_a_last_phase_that_is_shorter_ends_though_groups_of_it_are_filtere
                 await asyncio.sleep(0)
             assert len(await taking) == 2
         assert (one.tracker.issued_groups, one.tracker.lost_groups) == (24, 16), "one of three is trained on"
-
-
-async def conventional_run(seed: int) -> tuple[list[str], int]:
-    """All prompts of a conventional run of one actor, as issued, and the feeder's state at its end."""
-    sampling = {"group_size": 2, "max_tokens": 16, "seeded": True}
-    issued: list[PromptGroup] = []
-    async with desk(**PHASES, seed=seed, sampling=sampling) as one:
-        for version in range(4):
-            one.serve(version)
-            for group in await one.take_issued():
-                issued.append(group)
-                await one.answer(group, version=version)
-            await one.intake.take_batch(version)
-        assert len({group.seed for group in issued}) == len(issued)
-        return [repr(replace(group, prompt_token_ids=group.prompt_token_ids.tolist())) for group in issued], (
-            one.feeder.next_group
-        )
-
-
-async def test_the_same_seed_issues_the_same_prompts_in_the_same_order() -> None:
-    assert await conventional_run(seed=7) == await conventional_run(seed=7)
-    assert (await conventional_run(seed=7))[0] != (await conventional_run(seed=8))[0]
 
 
 @pytest.mark.parametrize(
