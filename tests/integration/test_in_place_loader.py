@@ -71,7 +71,9 @@ def check_kind(old: Path, new: Path, tied: bool) -> None:
 
         addresses = {name: parameter.data_ptr() for name, parameter in live.named_parameters()}
         for folder in (new, old, new):
+            before = live.lm_head.weight.clone()
             loader.load(load_file(folder / "model.safetensors").items())
+            assert torch.equal(live.lm_head.weight, before), "staged weights are not served"
             loader.swap()
             loader.drop()
         assert {name: parameter.data_ptr() for name, parameter in live.named_parameters()} == addresses
