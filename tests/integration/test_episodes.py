@@ -24,8 +24,7 @@ from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
 from services.verifier.confinement import children, descendants
 from services.verifier.episode import Policy, play_environment, run_episode
 from services.verifier.sandbox import confinement_missing
-from tests.support.chat_endpoint import endpoint
-from tests.support.fake_endpoint import FakeEndpoint, calls, fake_endpoint, refuses, says
+from tests.support.chat_endpoint import FakeEndpoint, calls, endpoint, fake_endpoint, refuses, says
 from tests.support.hostile_programs import ESCAPES, HOGS, LEAVERS, MAY, left_by, surroundings_in
 from tests.support.machine import ends_within, until
 from tests.support.verifier import HERE, ROOT, START_S, Verifier, sample, serving, verifier

@@ -14,7 +14,7 @@ import yaml
 from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe.preflight import VERIFIERS, examine
 from tests.integration.test_episodes import episode, run
-from tests.support.fake_endpoint import fake_endpoint, refuses, says
+from tests.support.chat_endpoint import fake_endpoint, refuses, says
 from tests.support.runs import PARITY_NATS, RUN_TIMEOUT_S, audit, ledger_adds_up, started_run, write_tiny_recipe
 from tests.support.verifier import verifier
 from tests.unit.builders import make_recipe

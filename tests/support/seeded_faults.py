@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Row = dict[str, Any]
-_REWARDS = "reward.scorer=tests.support.faulty_rewards"
+_FAULTY = "tests.support.faulty_rewards"
+_REWARDS = f"reward.scorer={_FAULTY}"
 
 
 @dataclass(frozen=True)
@@ -191,14 +192,12 @@ RECIPE_FAULTS = (
     RecipeFault("the file is missing", "recipe-mistake", {"task.path": "other.jsonl"}),
     RecipeFault("the file is empty", "recipe-mistake", {}, lambda rows: []),
     RecipeFault("more problems are held out than exist", "recipe-mistake", {"task.heldout_problems": 500}),
-    RecipeFault("the reward's function is misspelt", "recipe-mistake",
-                {"reward.scorer": "tests.support.faulty_rewards:constnat"}),
-    RecipeFault("the reward raises", "recipe-mistake", {"reward.scorer": "tests.support.faulty_rewards:raising"}, tried=True),
+    RecipeFault("the reward's function is misspelt", "recipe-mistake", {"reward.scorer": f"{_FAULTY}:constnat"}),
+    RecipeFault("the reward raises", "recipe-mistake", {"reward.scorer": f"{_FAULTY}:raising"}, tried=True),
     RecipeFault("a pattern has no group", "recipe-mistake", {"reward.answer_pattern": r"Answer: -?\d+"}),
     RecipeFault("the reward compares a text with a number", "references-unpaid",
-                {"reward.scorer": "tests.support.faulty_rewards:compares_types"}, tried=True),
-    RecipeFault("the reward is constant", "references-unpaid",
-                {"reward.scorer": "tests.support.faulty_rewards:constant"}, tried=True),
+                {"reward.scorer": f"{_FAULTY}:compares_types"}, tried=True),
+    RecipeFault("the reward is constant", "references-unpaid", {"reward.scorer": f"{_FAULTY}:constant"}, tried=True),
     RecipeFault("references are decimals, and the pattern reads whole numbers", "references-unpaid", {},
                 _with(answer=lambda row: f"{row['answer']}.50"), tried=True),
     RecipeFault("half of the references are empty", "answers-empty", {},
@@ -340,21 +339,20 @@ RECIPE_FAULTS = (
     RecipeFault("the chat template never begins an answer", "template-unused",
                 {"model.chat_template": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"}),
     RecipeFault("the reward prefers short texts, so that nothing is best", "wrong-paid",
-                {"reward.scorer": "tests.support.faulty_rewards:brief", "task.answer_field": ""}, tried=True),
+                {"reward.scorer": f"{_FAULTY}:brief", "task.answer_field": ""}, tried=True),
     RecipeFault("the judge sees neither problem nor reference", "judge-misled", _JUDGED | {"reward.judge": _JUDGE | {
         "template": "Mark this answer from 0 to 10: {completion}\nEnd with Score: and the mark."}}),
     RecipeFault("the judge's highest mark is another", "judge-misled",
                 _JUDGED | {"reward.judge": _JUDGE | {"full_marks": 1.0}}),
     RecipeFault("the judge's pattern takes one digit", "judge-misled", _JUDGED | {"reward.judge": _JUDGE | {
         "pattern": r"Score: (\d)"}}),
-    RecipeFault("the reward counts characters", "wrong-paid", {"reward.scorer": "tests.support.faulty_rewards:of_length",
+    RecipeFault("the reward counts characters", "wrong-paid", {"reward.scorer": f"{_FAULTY}:of_length",
                 "reward.answer_pattern": "", "task.system_prompt": "Give the number."}, tried=True),
     RecipeFault("references are LaTeX, and texts are compared", "references-unmatched",
                 {"reward.answer_pattern": "Answer: (.+)"}, _with(answer=lambda row: rf"\frac{{{row['answer']}}}{{7}}")),
     RecipeFault("the reward looks for the answer anywhere in the completion", "wrong-paid",
-                {"reward.scorer": "tests.support.faulty_rewards:anywhere"}, tried=True),
-    RecipeFault("the reward is a percentage", "reward-scale",
-                {"reward.scorer": "tests.support.faulty_rewards:in_percent"}, tried=True),
+                {"reward.scorer": f"{_FAULTY}:anywhere"}, tried=True),
+    RecipeFault("the reward is a percentage", "reward-scale", {"reward.scorer": f"{_FAULTY}:in_percent"}, tried=True),
     RecipeFault("each answer stands in the row after its question", "references-shifted",
                 {"reward.answer_pattern": "Answer: (.+)"}, _moved),
     RecipeFault("choices are left out of the prompts", "columns-mixed", _LETTERS,

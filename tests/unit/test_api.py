@@ -218,22 +218,19 @@ def test_mistakes_prevent_a_start_and_failures_show_the_output(workplace: Path, 
     pretend(monkeypatch, workplace, 1)
     with pytest.raises(UserError, match=r"trainer\.step = 3: no such field; did you mean trainer\.steps"):
         pipelinerl.start("arithmetic", **{"trainer.step": 3})
-    with pytest.raises(FieldError, match=r"reward = 'none\.py:score': there is no such file in"):
-        pipelinerl.start("arithmetic", "none.py:score")
-    with pytest.raises(FieldError, match=r"recipe = '\[3\]': give a recipe's name, its file, or a mapping of its fields"):
-        pipelinerl.start([3])  # type: ignore[arg-type]
-    with pytest.raises(FieldError, match=r"run_dir = '5': give the folder of a run, as a string or a Path"):
-        pipelinerl.start("arithmetic", run_dir=5)  # type: ignore[arg-type]
-    for overrides in (
-        {"reward.scorer": "exact"},
-        {"task": None, "tasks": [{"task": RECIPE["task"], "reward": {"scorer": "exact"}}]},
+    again: dict[str, Any] = {"task": None, "tasks": [{"task": RECIPE["task"], "reward": {"scorer": "exact"}}]}
+    unused = r"reward = 'math': no task uses it: each sets its own reward\.scorer"
+    for given, options, problem in (
+        (["arithmetic", "none.py:score"], {}, r"reward = 'none\.py:score': there is no such file in"),
+        ([[3]], {}, r"recipe = '\[3\]': give a recipe's name, its file, or a mapping of its fields"),
+        (["arithmetic"], {"run_dir": 5}, r"run_dir = '5': give the folder of a run, as a string or a Path"),
+        (["arithmetic", "math"], {"reward.scorer": "exact"}, unused),
+        (["arithmetic", "math"], again, unused),
+        ([{"tasks": [{}]}], {"tasks.a.name": 3}, r"--set tasks\.a\.name = 3: the list has 1 items"),
+        (["arithmetic"], {"name": "a/b"}, r"name = 'a/b': use 1-40 lowercase letters"),
     ):
-        with pytest.raises(FieldError, match=r"reward = 'math': no task uses it: each sets its own reward\.scorer"):
-            pipelinerl.start("arithmetic", "math", **overrides)
-    with pytest.raises(FieldError, match=r"--set tasks\.a\.name = 3: the list has 1 items"):
-        pipelinerl.start({"tasks": [{}]}, **{"tasks.a.name": 3})
-    with pytest.raises(FieldError, match=r"name = 'a/b': use 1-40 lowercase letters"):
-        pipelinerl.start("arithmetic", name="a/b")
+        with pytest.raises(FieldError, match=problem):
+            pipelinerl.start(*given, **options)
     assert not (workplace / "runs").exists()
     with pipelinerl_run(RECIPE, None) as run:
         next(run.follow())

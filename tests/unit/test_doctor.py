@@ -66,6 +66,10 @@ def with_figures(run: RunRecords, late: Step | None = None, **figures: Any) -> R
     return replace(run, steps=[one | figures | ((late or {}) if one["step"] > 20 else {}) for one in run.steps])
 
 
+def sampled(figures: Step, **changes: Any) -> RunRecords:
+    return with_figures(replace(healthy(), samples=[sample(number, **changes) for number in range(10)]), **figures)
+
+
 def lost(reason: str, outcome: str = "failed", number: int = 1000) -> RunRecords:
     counts = {"issued": 2560, "trained": 2560 - number, outcome: number}
     return healthy(reasons={outcome: {reason: number}}, summary={"sequences": counts})
@@ -107,35 +111,23 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
         healthy(), samples=[sample(number, step=1, tokens=["!"] * 40) for number in range(8)]
     ),
     "grave model-broken 7.5 nats": lambda: with_figures(healthy(), entropy=7.5),
-    "grave completions-empty": lambda: with_figures(
-        replace(healthy(), samples=[sample(number, completion=" ", answer="") for number in range(10)]), **STUCK
-    ),
-    "warning turns-continued": lambda: with_figures(
-        replace(healthy(), samples=[sample(number, completion="#7\nUser: And 4+4?\n#8") for number in range(10)]), **FLAT
-    ),
+    "grave completions-empty": lambda: sampled(STUCK, completion=" ", answer=""),
+    "warning turns-continued": lambda: sampled(FLAT, completion="#7\nUser: And 4+4?\n#8"),
     "grave all-cut 100%": lambda: with_figures(
         healthy(recipe={"reward": {"truncated": "mask"}}), truncated_fraction=1.0, **FLAT
     ),
     "warning all-cut 90%": lambda: with_figures(healthy(), {"truncated_fraction": 0.9}, truncated_fraction=0.0, **FLAT),
     "warning all-cut model.max_context": lambda: with_figures(healthy(), truncated_fraction=0.8, **FLAT),
     "grave all-cut": lambda: with_figures(healthy(), truncated_fraction=1.0, answers_absent=1.0, **STUCK),
-    "warning think-unclosed": lambda: with_figures(
-        replace(healthy(), samples=[sample(number, prompt="<think>\n", completion="Well,") for number in range(10)]), **FLAT
-    ),
+    "warning think-unclosed": lambda: sampled(FLAT, prompt="<think>\n", completion="Well,"),
     "grave completions-identical": lambda: with_figures(healthy(), identical_groups=1.0, **STUCK),
     "grave answers-absent 100% of the completions; 30% contain the reference); reward.answer_pattern": lambda: with_figures(
         healthy(), answers_absent=1.0, answers_missed=0.3, **{**STUCK, "equal_reward_groups": 0.5}
     ),
     "grave answers-absent": lambda: with_figures(healthy(), answers_absent=1.0, answers_missed=0.0, **STUCK),
-    "grave answers-misread": lambda: with_figures(
-        replace(healthy(), samples=[sample(number, completion="3+4=7", answer="3", reward=0.0) for number in range(10)]), **FLAT
-    ),
-    "grave right-unrewarded 10 right": lambda: with_figures(
-        replace(healthy(), samples=[sample(one, reference="$7 ", answer="7.0 kg", reward=0.0) for one in range(10)]), **STUCK
-    ),
-    "grave right-unrewarded": lambda: with_figures(
-        replace(healthy(), samples=[sample(number, reward=0.0) for number in range(10)]), **STUCK
-    ),
+    "grave answers-misread": lambda: sampled(FLAT, completion="3+4=7", answer="3", reward=0.0),
+    "grave right-unrewarded 10 right": lambda: sampled(STUCK, reference="$7 ", answer="7.0 kg", reward=0.0),
+    "grave right-unrewarded": lambda: sampled(STUCK, reward=0.0),
     "grave references-unrelated": lambda: with_figures(
         replace(healthy(), samples=[sample(one, answer=str(one % 9), reference=str(one * 5 % 11)) for one in range(60)]),
         reported={"chain_sum": {"answer": 0.09}}, **FLAT

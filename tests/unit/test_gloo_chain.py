@@ -32,8 +32,7 @@ def connected(store: GroupStore, world: int, name: str = "epoch-1") -> list[Weig
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_all_ranks_get_the_senders_bytes_at_every_size(world: int) -> None:
-    store = GroupStore()
-    groups = connected(store, world)
+    groups = connected(GroupStore(), world)
     sizes = (1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES + 7)
     random = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
     for sent in (*random, torch.tensor(3.5), torch.arange(6.0).view(2, 3), torch.randn(3, PIECE_BYTES).bfloat16()):
@@ -43,8 +42,7 @@ def test_all_ranks_get_the_senders_bytes_at_every_size(world: int) -> None:
 
 
 def test_memory_may_be_overwritten_as_soon_as_a_broadcast_returns() -> None:
-    store = GroupStore()
-    groups = connected(store, 4)
+    groups = connected(GroupStore(), 4)
 
     def pass_on(rank: int) -> list[tuple[int, int]]:
         buffer, arrived = torch.zeros(LARGE, dtype=torch.uint8), []
@@ -85,8 +83,7 @@ def test_a_rank_in_the_middle_that_ends_fails_all_others_at_once() -> None:
 
 
 def test_a_silent_rank_in_the_middle_fails_all_others_within_the_stall_timeout() -> None:
-    store = GroupStore()
-    groups = connected(store, 5)
+    groups = connected(GroupStore(), 5)
     failing = [on_thread("rank", lambda rank=rank: leave_by_error(groups[rank], 0.5)) for rank in (0, 1, 3, 4)]
     assert all(isinstance(error.result(SOON_S), GroupFailed) for error in failing)
 

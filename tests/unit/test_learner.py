@@ -516,38 +516,31 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "problem"),
+    ("fields", "changes", "problem"),
     [
-        ("max_context", 129, r"model\.max_context = 129: is above the model's max_position_embeddings of 128"),
+        ({}, {"max_context": 129}, r"max_context = 129: is above the model's max_position_embeddings of 128"),
         pytest.param(
-            "attention",
-            "flash_attention_2",
-            r"model\.attention = 'flash_attention_2': not available here",
+            {}, {"attention": "flash_attention_2"}, r"attention = 'flash_attention_2': not available here",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have flash attention"),
         ),
-    ],
-)
-def test_what_a_model_cannot_do_is_refused(field: str, value: Any, problem: str, tmp_path: Path) -> None:
-    model_of("llama-tied").save_pretrained(tmp_path)
-    with pytest.raises(FieldError, match=problem):
-        load_policy(str(tmp_path), model_config(tmp_path, **{field: value}))
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("attention_chunk_size", {"attention_chunk_size": 64}),
+        # These have effects across sequences.
         (
-            "original_max_position_embeddings",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}},
+            {"attention_chunk_size": 64}, {},
+            r"max_context = 128: is above the model's attention_chunk_size of 64 tokens; lower it",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}}, {},
+            r"max_context = 128: is above the model's original_max_position_embeddings of 64 tokens; lower it",
         ),
     ],
-)
-def test_a_context_with_effects_across_sequences_is_refused(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    model_of("llama-tied", **changes).save_pretrained(tmp_path)
+)  # fmt: skip
+def test_what_a_model_cannot_do_is_refused(
+    fields: dict[str, Any], changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    model_of("llama-tied", **fields).save_pretrained(tmp_path)
     load_policy(str(tmp_path), model_config(tmp_path, max_context=64))
-    with pytest.raises(FieldError, match=rf"model\.max_context = 128: is above the model's {name} of 64 tokens; lower it"):
-        load_policy(str(tmp_path), model_config(tmp_path))
+    with pytest.raises(FieldError, match=rf"model\.{problem}"):
+        load_policy(str(tmp_path), model_config(tmp_path, **changes))
 
 
 def test_a_context_above_a_window_that_only_a_mask_applies_is_refused_with_packed_attention(tmp_path: Path) -> None:
