@@ -364,7 +364,8 @@ async def check_episode(run: Running, versions: Sequence[PolicyVersion]) -> None
     temperature, models = 0.8, dict[int, PreTrainedModel]()
 
     async def sample(context: TokenIds, _: Completion, sampling: SamplingParams, call: int) -> Completion:
-        return await run.engine.generate(GenerationRequest(f"turn {call}", context, sampling, cache_salt=lambda: "an episode"))
+        request = GenerationRequest(f"turn {call}", context, sampling, seed=call + 1, cache_salt=lambda: "an episode")
+        return await run.engine.generate(request)
 
     sampling = SamplingParams(temperature, max_tokens=70)
     limits: dict[str, Any] = {"max_turns": len(versions), "max_context": 1024, "turn_timeout_s": 60.0}

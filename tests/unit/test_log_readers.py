@@ -92,7 +92,7 @@ class Unreliable:
         await self._store.delete(key)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Reader(RunningActor):
     receiver: ReadingReceiver
     store: Unreliable
@@ -126,7 +126,7 @@ class LogStage(Stage):
         listener = UpdateListener(bus, receiver, gate, ActorMetrics(registry), instance=name, process="p1", log=store)
         task = asyncio.create_task(listener.run())
         self.stack.push_async_callback(ended, task)
-        reader = Reader(name, bus, receiver, gate, listener, task, store=store, registry=registry)
+        reader = Reader(name, bus, gate, listener, task, receiver=receiver, store=store, registry=registry)
         await reader.register()
         await self.until(lambda: name in self.updater.readers.members)
         return reader
