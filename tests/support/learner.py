@@ -54,7 +54,7 @@ def build(model_type: str, seed: int = 0, **fields: Any) -> PreTrainedModel:
     return model
 
 
-def sequences_of(lengths: list[tuple[int, int]], seed: int = 0, version: int = 0, behaviour: float = -2.0) -> list[Sequence]:
+def sequences_of(lengths: list[tuple[int, int]], seed: int = 0, behaviour: float = -2.0) -> list[Sequence]:
     generator = np.random.default_rng(seed)
     return [
         Sequence(
@@ -67,7 +67,7 @@ def sequences_of(lengths: list[tuple[int, int]], seed: int = 0, version: int = 0
             prompt_token_ids=generator.integers(0, VOCABULARY, prompt).astype(np.int32),
             completion_token_ids=generator.integers(0, VOCABULARY, completion).astype(np.int32),
             behaviour_logprobs=(behaviour + generator.normal(0, 0.3, completion)).astype(np.float32),
-            spans=(VersionSpan(version, 0, completion),),
+            spans=(VersionSpan(0, 0, completion),),
             reward=float(index % 2),
         )
         for index, (prompt, completion) in enumerate(lengths)

@@ -189,15 +189,18 @@ async def after_a_restart(folder: Path) -> AsyncIterator[tuple[Life, MemoryBus]]
             yield again, bus
 
 
+def note(one: Life, event: dict[str, Any]) -> None:
+    one.journal.write(event)
+    one.journal.flush()
+
+
 async def test_what_is_reserved_may_be_out_there_unless_the_run_has_ended(tmp_path: Path) -> None:
     async with after_a_restart(tmp_path) as (again, bus):
-        again.journal.write({"event": "reserve", "groups": 80})
-        again.journal.flush()
+        note(again, {"event": "reserve", "groups": 80})
         await publish(bus, make_group(77), 1, VersionSpan(1, 0, 2, 2))
         assert failures(await audited(tmp_path, bus, at_work=True)) == {}
         assert failures(await audited(tmp_path, bus)) == {}
-        again.journal.write({"event": "end", "version": 2, "finished": True})
-        again.journal.flush()
+        note(again, {"event": "end", "version": 2, "finished": True})
         assert failures(await audited(tmp_path, bus)) == {Check.UNKNOWN: ("g00000077.1",)}
         with (tmp_path / JOURNAL).open("ab") as journal:
             journal.write(b"damaged\n")
@@ -261,8 +264,7 @@ async def test_groups_that_a_dead_trainer_did_not_publish_wait_for_the_next(tmp_
         trained_since = await audited(tmp_path, bus, at_work=True)
         assert failures(trained_since) == {}, "a trainer that has just started may not have come to it yet"
         async with life(tmp_path, bus) as again:
-            again.journal.write({"event": "end", "version": 0, "finished": False})
-            again.journal.flush()
+            note(again, {"event": "end", "version": 0, "finished": False})
             audit = await audited(tmp_path, bus, at_work=True)
             assert (failures(audit), audit.waiting) == ({}, []), "it has published them"
 
@@ -272,8 +274,7 @@ async def test_the_newest_group_may_be_on_its_way_to_the_stream(tmp_path: Path) 
         await one.train_a_version()
         await one.idle()
         number = one.feeder.next_group
-        one.journal.write({"event": "reserve", "groups": number + 2})
-        one.journal.flush()
+        note(one, {"event": "reserve", "groups": number + 2})
         one.tracker.issue(make_group(number))
         one.journal.flush()
         audit = await audited(tmp_path, bus, at_work=True)

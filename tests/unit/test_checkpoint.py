@@ -17,14 +17,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_checkpoint_replaces_the_one_before(tmp_path: Path) -> None:
-    replace_by(tmp_path / "checkpoint", "old")
-    replace_by(tmp_path / "checkpoint", "new")
-    assert names(tmp_path) == ["checkpoint"]
-    assert names(tmp_path / "checkpoint") == ["model"]
-    assert (tmp_path / "checkpoint/model").read_text() == "new"
-
-
 def test_what_a_killed_trainer_left_is_removed(tmp_path: Path) -> None:
     replace_by(tmp_path / "checkpoint", "whole")
     for name in (".checkpoint.partial-17", ".checkpoint.old-17"):
@@ -35,8 +27,10 @@ def test_what_a_killed_trainer_left_is_removed(tmp_path: Path) -> None:
     tidy(tmp_path / "checkpoints")
 
 
-def test_killed_between_the_two_renames_the_one_before_comes_back(tmp_path: Path) -> None:
-    replace_by(tmp_path / "checkpoint", "whole")
+def test_a_checkpoint_replaces_the_one_before_which_comes_back_after_a_kill_between_the_two_renames(tmp_path: Path) -> None:
+    for text in ("old", "whole"):
+        replace_by(tmp_path / "checkpoint", text)
+    assert (names(tmp_path), names(tmp_path / "checkpoint")) == (["checkpoint"], ["model"])
     (tmp_path / "checkpoint").rename(tmp_path / ".checkpoint.old-17")
     (tmp_path / ".checkpoint.partial-17").mkdir()
     tidy(tmp_path)

@@ -25,8 +25,8 @@ def serving(actor: str, epoch: int = 1, version: int = 1) -> Serving:
     return Serving(actor=actor, epoch=epoch, version=version)
 
 
-def failed(actor: str, epoch: int = 1, reason: str = "disk full", *, group_broke: bool = False) -> Abort:
-    return Abort(actor=actor, epoch=epoch, reason=reason, group_broke=group_broke)
+def failed(actor: str, epoch: int = 1, *, group_broke: bool = False) -> Abort:
+    return Abort(actor=actor, epoch=epoch, reason="disk full", group_broke=group_broke)
 
 
 def sent(epoch: int = 1, version: int = 1) -> Staged:

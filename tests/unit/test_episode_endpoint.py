@@ -106,16 +106,15 @@ class Stage:
 async def stage(
     *says: str | Exception,
     max_turns: int = 10,
-    max_tokens: int = 500,
     max_context: int = 2_000,
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
     chat: ChatFormat | None = None,
 ) -> AsyncIterator[Stage]:
     registry, sampler = CollectorRegistry(), Sampler(list(says))
     limits: dict[str, Any] = {"max_turns": max_turns, "max_context": max_context, "turn_timeout_s": timeout_s}
     metrics = ActorMetrics(registry)
     episodes = Episodes(VerifierClient("127.0.0.1:1"), metrics, make_recipe(), TOKENIZER.decode)
-    episode = Episode(SamplingParams(0.7, max_tokens=max_tokens), sampler, metrics, TOKENIZER.decode, **limits)
+    episode = Episode(SamplingParams(0.7, max_tokens=500), sampler, metrics, TOKENIZER.decode, **limits)
     sampler.open.set()
     chat = chat or TemplateFormat(TOKENIZER)
     app = episode_app(episodes, chat, metrics, model="org/model", vocab_size=VOCAB_SIZE)

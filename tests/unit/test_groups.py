@@ -93,14 +93,16 @@ def test_lag_buckets_by_hand() -> None:
 # --- the feeder's bound
 
 
-def bounded(batch_size: int, steps: int = 1000, mode: str = "pipeline", **algorithm: Any) -> Recipe:
-    """Groups of one: K = `batch_size`. Each actor keeps 6 sequences in progress."""
+def bounded(
+    batch_size: int, steps: int = 1000, mode: str = "pipeline", *, group_size: int = 1, slots: int = 6, **algorithm: Any
+) -> Recipe:
+    """Each actor keeps `slots` sequences in progress."""
     return make_recipe(
         mode=mode,
-        sampling={"group_size": 1, "max_tokens": 16},
+        sampling={"group_size": group_size, "max_tokens": 16},
         algorithm={"advantage": "value", **algorithm},
         trainer={"steps": steps, "batch_size": batch_size, "tokens_per_microbatch": 64},
-        actor={"sequences_in_progress": 6},
+        actor={"sequences_in_progress": slots},
     )
 
 
@@ -160,13 +162,8 @@ def test_every_run_ends_whatever_is_lost_and_nothing_is_left_over(
     in the last phase, too. Whenever the trainer waits, a group is on its way or may be issued."""
     if conventional and max_lag is not None:
         max_lag = max(max_lag, phase_steps - 1)
-    recipe = make_recipe(
-        mode="conventional" if conventional else "pipeline",
-        sampling={"group_size": group_size, "max_tokens": 16},
-        algorithm={"advantage": "value", "max_lag": max_lag, "conventional_g": phase_steps},
-        trainer={"steps": steps, "batch_size": per_step * group_size, "tokens_per_microbatch": 64},
-        actor={"sequences_in_progress": 6},
-    )
+    mode, algorithm = "conventional" if conventional else "pipeline", {"max_lag": max_lag, "conventional_g": phase_steps}
+    recipe = bounded(per_step * group_size, steps, mode, group_size=group_size, **algorithm)
     bounds, random, on_their_way = (IssueBounds(recipe), Random(seed), list[int]())  # each with the version that samples it
     issued = lost = taken = served = 0
     for version in range(steps):
@@ -215,19 +212,8 @@ def test_in_issue_order_lag_never_exceeds_max_lag(per_step: int, max_lag: int, d
 # --- the freshness limit
 
 
-def fresh(group_size: int, batch_size: int, slots: int) -> IssueBounds:
-    return IssueBounds(
-        make_recipe(
-            sampling={"group_size": group_size, "max_tokens": 16},
-            algorithm={"max_lag": None, "advantage": "value"},
-            trainer={"steps": 1000, "batch_size": batch_size, "tokens_per_microbatch": 64},
-            actor={"sequences_in_progress": slots},
-        )
-    )
-
-
 def test_the_freshness_limit_by_hand() -> None:
-    bounds = fresh(group_size=2, batch_size=8, slots=16)
+    bounds = IssueBounds(bounded(8, max_lag=None, group_size=2, slots=16))
 
     def begin(left_over: int, wait_share: float = 0.0, oldest_open: int = 0, *, for_max_lag: bool = False) -> int | None:
         """`left_over` groups of 2 beyond the batch, and none on its way but `oldest_open`."""
@@ -251,7 +237,7 @@ def test_the_freshness_limit_by_hand() -> None:
 
 
 def test_what_an_actor_had_in_hand_starves_no_step_when_it_is_gone() -> None:
-    bounds, unlost = fresh(group_size=2, batch_size=8, slots=16), 0
+    bounds, unlost = IssueBounds(bounded(8, max_lag=None, group_size=2, slots=16)), 0
     while bounds.limit(2) != 8:
         unlost = 4 * (bounds.steps_begun + 1) + 13
         bounds.begin_step(2, IssuedGroups(unlost, 0, unlost, unlost), 0.0, for_max_lag=False)
@@ -267,7 +253,7 @@ def test_what_an_actor_had_in_hand_starves_no_step_when_it_is_gone() -> None:
 @given(st.floats(0.2, 5.0), st.integers(1, 3), st.integers(0, 2**32))
 def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(trainer_s: float, actors: int, seed: int) -> None:
     """Sequences take 1 to 2 s each in one of 16 slots; a step takes `trainer_s`. Trained at the pace of the slower side."""
-    bounds, random = fresh(group_size=1, batch_size=16, slots=16), Random(seed)
+    bounds, random = IssueBounds(bounded(16, max_lag=None, slots=16)), Random(seed)
     generating: list[float] = []  # when each ends
     now, unlost, queued, complete = 0.0, 0, 0, 0
     waits, left_over = [], []
