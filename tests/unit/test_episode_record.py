@@ -47,17 +47,6 @@ def lists(branch: Branch) -> tuple[list[int], list[int], list[float]]:
     return branch.prompt_token_ids.tolist(), branch.completion_token_ids.tolist(), branch.behaviour_logprobs.tolist()
 
 
-def test_turns_that_extend_each_other_are_one_branch_with_the_observations_between_them() -> None:
-    record = recorded()
-    ask(record, (1, 2), generated(3, 4, version=5))
-    ask(record, (1, 2, 3, 4, 8, 9), generated(6, version=7, finish=LENGTH))
-    (branch,) = record.result()
-    assert lists(branch) == ([1, 2], [3, 4, 8, 9, 6], [-5, -5, -7])
-    assert branch.spans == (VersionSpan(5, 0, 2), VersionSpan(7, 4, 5))
-    assert branch.turns == (Turn(0, 2, STOP), Turn(4, 5, LENGTH))
-    assert dropped_turns(record) == 0
-
-
 def test_what_does_not_extend_what_extends_the_same_again_and_parallel_calls_are_branches_of_their_own() -> None:
     record = recorded()
     ask(record, (1,), generated(2))
@@ -116,9 +105,9 @@ def test_an_episode_goes_on_elsewhere_with_an_interrupted_turn() -> None:
     ask(record, (1,))
     turn = record.take(tokens(1, 2, 7), ASKED)
     assert turn.token_ids.tolist() == [1, 2, 7, 4]
-    sample(turn, generated(5, 6, version=4))
+    sample(turn, generated(5, 6, version=4, finish=LENGTH))
     (branch,) = record.result()
     assert lists(branch) == ([1], [2, 7, 4, 5, 6], [-3, -3, -4, -4])
     assert branch.spans == (VersionSpan(3, 0, 1), VersionSpan(3, 2, 3), VersionSpan(4, 3, 5))
-    assert branch.turns == (Turn(0, 1), Turn(2, 5))
+    assert branch.turns == (Turn(0, 1, STOP), Turn(2, 5, LENGTH))
     assert dropped_turns(record) == 0

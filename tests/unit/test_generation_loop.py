@@ -12,13 +12,7 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.errors import BusError
 from pipelinerl.messages.sequences import Completion, PolicyVersion, PromptGroup, VersionSpan, decode_group, decode_sequence
 from pipelinerl.telemetry.metrics import MOST_REASONS
-from pipelinerl.v1.verifier_pb2 import (
-    VERIFY_STATUS_BAD_REWARD,
-    VERIFY_STATUS_OK,
-    VERIFY_STATUS_TIMEOUT,
-    VerifyItem,
-    VerifyResult,
-)
+from pipelinerl.v1 import verifier_pb2 as pb
 from services.actor.engine import EngineError, GenerationRequest, without_arrays
 from services.actor.generation import FinishedSample, Finisher, encoded
 from services.actor.metrics import ActorMetrics
@@ -107,21 +101,21 @@ async def test_a_verifier_that_is_away_fills_the_buffer_and_loses_nothing() -> N
         await one.all_acknowledged()
 
 
-def outcome(status: int, reward: float = 0.0) -> Callable[[VerifyItem], VerifyResult]:
-    return lambda item: VerifyResult(sequence_id=item.sequence_id, status=status, reward=reward, message="slow")
+def outcome(status: int, reward: float = 0.0) -> Callable[[pb.VerifyItem], pb.VerifyResult]:
+    return lambda item: pb.VerifyResult(sequence_id=item.sequence_id, status=status, reward=reward, message="slow")
 
 
 @pytest.mark.parametrize(
     ("status", "failure"),
     [
-        (VERIFY_STATUS_TIMEOUT, "reward_timeout: slow"),
-        (VERIFY_STATUS_BAD_REWARD, "reward_bad_reward: slow"),
+        (pb.VERIFY_STATUS_TIMEOUT, "reward_timeout: slow"),
+        (pb.VERIFY_STATUS_BAD_REWARD, "reward_bad_reward: slow"),
         (None, "verifier_refused: refused a batch"),
     ],
 )
 async def test_a_reward_that_fails_costs_that_sequence(status: int | None, failure: str) -> None:
     async with stage() as one:
-        good, bad = outcome(VERIFY_STATUS_OK, 0.5), outcome(status or VERIFY_STATUS_OK)
+        good, bad = outcome(pb.VERIFY_STATUS_OK, 0.5), outcome(status or pb.VERIFY_STATUS_OK)
         one.verifier.up.clear()  # both are in one batch
         one.verifier.judge = lambda item: (bad if item.sequence_id.endswith(".1") else good)(item)
         one.verifier.refuses = lambda item: status is None and item.sequence_id.endswith(".1")

@@ -15,15 +15,8 @@ from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import JudgeConfig, RewardConfig, TaskConfig
 from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.retry import Backoff
+from pipelinerl.v1 import verifier_pb2 as pb
 from pipelinerl.v1.sequence_pb2 import FINISH_REASON_LENGTH
-from pipelinerl.v1.verifier_pb2 import (
-    VERIFY_STATUS_BAD_REWARD,
-    VERIFY_STATUS_CRASHED,
-    VERIFY_STATUS_OK,
-    VERIFY_STATUS_TIMEOUT,
-    VerifyItem,
-    VerifyResult,
-)
 from services.verifier import judge as judging
 from services.verifier.judge import Judge, api_key
 from services.verifier.metrics import VerifierMetrics
@@ -60,13 +53,13 @@ def judge_of(url: str, **more: Any) -> CountedJudge:
     return CountedJudge(reward(url, **more))
 
 
-def item(completion: str, index: int = 0, **more: Any) -> VerifyItem:
-    return VerifyItem(
+def item(completion: str, index: int = 0, **more: Any) -> pb.VerifyItem:
+    return pb.VerifyItem(
         sequence_id=f"g.{index}", task="t", prompt_text="6 * 7?", completion_text=completion, reference_json=REFERENCE, **more
     )
 
 
-async def late_answer(one: CountedJudge) -> VerifyResult:
+async def late_answer(one: CountedJudge) -> pb.VerifyResult:
     """The answer if the time of a call ends after it was tried again."""
     before = one.calls("retried")
     asked = one.answer(item("x"))
@@ -98,18 +91,18 @@ async def test_what_may_heal_is_tried_again_and_a_judge_that_is_away_is_waited_f
             assert (one.calls("answered"), one.calls("retried")) == (1, 2)
     async with judge_of("http://127.0.0.1:1/v1") as one:
         answer = await late_answer(one)
-    assert answer.status == VERIFY_STATUS_TIMEOUT
+    assert answer.status == pb.VERIFY_STATUS_TIMEOUT
     assert "Connection refused" in answer.message
 
 
 @pytest.mark.parametrize(
     ("script", "timeout_s", "status", "told"),
     [
-        ((401, f"bad key {KEY}, of you"), 60, VERIFY_STATUS_CRASHED, "the judge refuses: HTTP 401: bad key ***, of you"),
-        ((200, "<html>"), 60, VERIFY_STATUS_CRASHED, "the response is not a chat completion: '<html>'"),
-        ((200, '{"choices": []}'), 60, VERIFY_STATUS_CRASHED, "not a chat completion"),
-        ((500, "out of memory"), 60, VERIFY_STATUS_TIMEOUT, "60 s (reward.judge.timeout_s): HTTP 500: out of memory"),
-        (None, 0.2, VERIFY_STATUS_TIMEOUT, "the judge gave no answer within 0.2 s (reward.judge.timeout_s)"),
+        ((401, f"bad key {KEY}, of you"), 60, pb.VERIFY_STATUS_CRASHED, "the judge refuses: HTTP 401: bad key ***, of you"),
+        ((200, "<html>"), 60, pb.VERIFY_STATUS_CRASHED, "the response is not a chat completion: '<html>'"),
+        ((200, '{"choices": []}'), 60, pb.VERIFY_STATUS_CRASHED, "not a chat completion"),
+        ((500, "out of memory"), 60, pb.VERIFY_STATUS_TIMEOUT, "60 s (reward.judge.timeout_s): HTTP 500: out of memory"),
+        (None, 0.2, pb.VERIFY_STATUS_TIMEOUT, "the judge gave no answer within 0.2 s (reward.judge.timeout_s)"),
     ],
 )
 async def test_a_failure_is_not_cached_and_tells_no_key(
@@ -169,7 +162,7 @@ class InProcess:
         self._reward = make_reward(config, TaskConfig(name="t"))
         self.ended = asyncio.get_running_loop().create_future()
 
-    async def score(self, item: VerifyItem, within_s: float) -> VerifyResult:
+    async def score(self, item: pb.VerifyItem, within_s: float) -> pb.VerifyResult:
         return score_item(self._reward, item)
 
     async def kill(self) -> None: ...
@@ -186,8 +179,8 @@ async def judged_pool(config: RewardConfig, one: Judge) -> AsyncIterator[RewardP
         slot.cancel()
 
 
-async def scored(config: RewardConfig, *items: VerifyItem) -> list[VerifyResult]:
-    heard: list[VerifyResult] = []
+async def scored(config: RewardConfig, *items: pb.VerifyItem) -> list[pb.VerifyResult]:
+    heard: list[pb.VerifyResult] = []
     async with judged_pool(config, CountedJudge(config)) as pool:
         results = await pool.score(items, heard.append)
     assert sorted(result.sequence_id for result in heard) == [item.sequence_id for item in items]
@@ -199,20 +192,24 @@ async def test_the_number_over_full_marks_is_the_score_and_what_earns_nothing_an
     with endpoint(*answers) as server:
         config = reward(server.url, concurrency=1)
         results = await scored(config, *(item(f"c{index}", index) for index in range(6)))
-    assert [result.status for result in results] == [VERIFY_STATUS_OK, VERIFY_STATUS_CRASHED, *[VERIFY_STATUS_BAD_REWARD] * 4]
+    assert [result.status for result in results] == [
+        pb.VERIFY_STATUS_OK,
+        pb.VERIFY_STATUS_CRASHED,
+        *[pb.VERIFY_STATUS_BAD_REWARD] * 4,
+    ]
     assert (results[0].reward, dict(results[0].components)) == (pytest.approx(0.7), {"answer": pytest.approx(0.7)})
     assert results[2].message == "reward.judge.pattern finds no number from 0 to 10 in the judge's answer: 'I cannot say'"
     assert all(result.reward == 0 for result in results[1:])
     with endpoint("SCORE: 10") as server:
         (result,) = await scored(reward(server.url, truncated="zero"), item("cut", finish_reason=FINISH_REASON_LENGTH))
-    assert (result.status, result.reward, server.asked) == (VERIFY_STATUS_OK, 0.0, [])
+    assert (result.status, result.reward, server.asked) == (pb.VERIFY_STATUS_OK, 0.0, [])
 
 
 async def test_a_pattern_that_cuts_the_judges_number_is_told() -> None:
     with endpoint("SCORE: 0.9", "SCORE: 7,5", "SCORE: 7/10, the last of [1,2]. ") as server:
         config = reward(server.url, pattern=r"SCORE: (\d+)")
         *cut, whole = [(await scored(config, item(completion)))[0] for completion in "abc"]
-    assert ([one.status for one in cut], whole.reward) == ([VERIFY_STATUS_BAD_REWARD] * 2, pytest.approx(0.7))
+    assert ([one.status for one in cut], whole.reward) == ([pb.VERIFY_STATUS_BAD_REWARD] * 2, pytest.approx(0.7))
     assert cut[0].message.startswith("reward.judge.pattern takes only '0' of '0.9'; let its group match the whole number")
     assert cut[1].message.startswith("reward.judge.pattern takes only '7' of '7,5'; ")
 
@@ -242,7 +239,7 @@ async def test_a_call_that_fails_leaves_no_item_in_the_queue() -> None:
     recipe: Any = SimpleNamespace(problem_sets=sets)
     registry = CollectorRegistry()
     pool = RewardPool(recipe, VerifierMetrics(registry, ["t"]), Readiness(), 8, {"t": judge})
-    plain = VerifyItem(sequence_id="p.0", task="plain")
+    plain = pb.VerifyItem(sequence_id="p.0", task="plain")
     with pytest.raises(RuntimeError, match="new thread"):
         await pool.score([plain, item("a")])
     assert registry.get_sample_value("pipelinerl_verifier_queue_items") == 0
