@@ -66,6 +66,10 @@ def with_figures(run: RunRecords, late: Step | None = None, **figures: Any) -> R
     return replace(run, steps=[one | figures | ((late or {}) if one["step"] > 20 else {}) for one in run.steps])
 
 
+def run_with(late: Step | None = None, /, recipe: Step | None = None, **figures: Any) -> RunRecords:
+    return with_figures(healthy(recipe=recipe or {}), late, **figures)
+
+
 def sampled(figures: Step, **changes: Any) -> RunRecords:
     return with_figures(replace(healthy(), samples=[sample(number, **changes) for number in range(10)]), **figures)
 
@@ -79,6 +83,7 @@ STUCK = {"reward_mean": 0.0, "equal_reward_groups": 1.0, "groups_all_right": 0.0
 CLIPPED = {"algorithm": {"loss": "ppo_clip"}}
 CPU = {"source": "hub", "name": "a/b", "max_context": 64, "dtype": "float32"}
 MASKED = {"algorithm": {"mask": "icepop"}}
+FORMAT = {"reward": {"format_pattern": "x", "format_weight": 0.5}}
 JUDGE = {"url": "http://judge", "model": "j", "template": "{completion}", "pattern": r"(\d)"}
 TWO = {"task": None, "tasks": [{"name": name, "task": {"name": name}} for name in ("a", "b")]}
 SMALL = {"tasks": {"a": {"sequences": 62, "reward_mean": 0.5}, "b": {"sequences": 2, "reward_mean": 0.5}}}
@@ -110,21 +115,19 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
     "grave model-broken": lambda: replace(
         healthy(), samples=[sample(number, step=1, tokens=["!"] * 40) for number in range(8)]
     ),
-    "grave model-broken 7.5 nats": lambda: with_figures(healthy(), entropy=7.5),
+    "grave model-broken 7.5 nats": lambda: run_with(entropy=7.5),
     "grave completions-empty": lambda: sampled(STUCK, completion=" ", answer=""),
     "warning turns-continued": lambda: sampled(FLAT, completion="#7\nUser: And 4+4?\n#8"),
-    "grave all-cut 100%": lambda: with_figures(
-        healthy(recipe={"reward": {"truncated": "mask"}}), truncated_fraction=1.0, **FLAT
-    ),
-    "warning all-cut 90%": lambda: with_figures(healthy(), {"truncated_fraction": 0.9}, truncated_fraction=0.0, **FLAT),
-    "warning all-cut model.max_context": lambda: with_figures(healthy(), truncated_fraction=0.8, **FLAT),
-    "grave all-cut": lambda: with_figures(healthy(), truncated_fraction=1.0, answers_absent=1.0, **STUCK),
+    "grave all-cut 100%": lambda: run_with(recipe={"reward": {"truncated": "mask"}}, truncated_fraction=1.0, **FLAT),
+    "warning all-cut 90%": lambda: run_with({"truncated_fraction": 0.9}, truncated_fraction=0.0, **FLAT),
+    "warning all-cut model.max_context": lambda: run_with(truncated_fraction=0.8, **FLAT),
+    "grave all-cut": lambda: run_with(truncated_fraction=1.0, answers_absent=1.0, **STUCK),
     "warning think-unclosed": lambda: sampled(FLAT, prompt="<think>\n", completion="Well,"),
-    "grave completions-identical": lambda: with_figures(healthy(), identical_groups=1.0, **STUCK),
-    "grave answers-absent 100% of the completions; 30% contain the reference); reward.answer_pattern": lambda: with_figures(
-        healthy(), answers_absent=1.0, answers_missed=0.3, **{**STUCK, "equal_reward_groups": 0.5}
+    "grave completions-identical": lambda: run_with(identical_groups=1.0, **STUCK),
+    "grave answers-absent 100% of the completions; 30% contain the reference); reward.answer_pattern": lambda: run_with(
+        answers_absent=1.0, answers_missed=0.3, **{**STUCK, "equal_reward_groups": 0.5}
     ),
-    "grave answers-absent": lambda: with_figures(healthy(), answers_absent=1.0, answers_missed=0.0, **STUCK),
+    "grave answers-absent": lambda: run_with(answers_absent=1.0, answers_missed=0.0, **STUCK),
     "grave answers-misread": lambda: sampled(FLAT, completion="3+4=7", answer="3", reward=0.0),
     "grave right-unrewarded 10 right": lambda: sampled(STUCK, reference="$7 ", answer="7.0 kg", reward=0.0),
     "grave right-unrewarded": lambda: sampled(STUCK, reward=0.0),
@@ -132,62 +135,52 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
         replace(healthy(), samples=[sample(one, answer=str(one % 9), reference=str(one * 5 % 11)) for one in range(60)]),
         reported={"chain_sum": {"answer": 0.09}}, **FLAT
     ),
-    "grave groups-all-wrong": lambda: with_figures(healthy(), **STUCK),
-    "grave groups-all-right": lambda: with_figures(
-        healthy(), reward_mean=1.0, equal_reward_groups=1.0, groups_all_right=1.0, groups_all_wrong=0.0
+    "grave groups-all-wrong": lambda: run_with(**STUCK),
+    "grave groups-all-right": lambda: run_with(
+        reward_mean=1.0, equal_reward_groups=1.0, groups_all_right=1.0, groups_all_wrong=0.0
     ),
-    "grave reward-constant marks on a scale": lambda: with_figures(
-        healthy(recipe={"reward": {"scorer": "judge", "judge": JUDGE}}), **STUCK
+    "grave reward-constant marks on a scale": lambda: run_with(recipe={"reward": {"scorer": "judge", "judge": JUDGE}}, **STUCK),
+    "grave reward-constant": lambda: run_with(reward_mean=0.5, equal_reward_groups=1.0, groups_all_right=0.0),
+    "warning reward-plateau reward 0.5 of 1; rewards are equal in 80%": lambda: run_with(
+        {"reward_mean": 0.5, "equal_reward_groups": 0.8}
     ),
-    "grave reward-constant": lambda: with_figures(healthy(), reward_mean=0.5, equal_reward_groups=1.0, groups_all_right=0.0),
-    "warning reward-plateau reward 0.5 of 1; rewards are equal in 80%": lambda: with_figures(
-        healthy(), {"reward_mean": 0.5, "equal_reward_groups": 0.8}
+    "warning term-dominates answer 0 of 1": lambda: run_with(recipe=FORMAT, **FLAT, reported={"chain_sum": {"answer": 0.0, "format": 0.5}}),
+    "warning term-dominates answer 0.3 -> 0.1": lambda: run_with(
+        {"reported": {"chain_sum": {"answer": 0.1}}}, term_spread={"answer": 0.4, "overlong": 1.0}
     ),
-    "warning term-dominates answer 0 of 1": lambda: with_figures(
-        healthy(recipe={"reward": {"format_pattern": "x", "format_weight": 0.5}}),
-        **FLAT, reported={"chain_sum": {"answer": 0.0, "format": 0.5}}
-    ),
-    "warning term-dominates answer 0.3 -> 0.1": lambda: with_figures(
-        healthy(), {"reported": {"chain_sum": {"answer": 0.1}}}, term_spread={"answer": 0.4, "overlong": 1.0}
-    ),
-    "warning term-dominates": lambda: with_figures(healthy(), term_spread={"answer": 0.1, "format": 2.0}),
-    "warning format-never": lambda: with_figures(
-        healthy(recipe={"reward": {"format_pattern": "x", "format_weight": 0.5}}),
-        reported={"chain_sum": {"answer": 0.5, "format": 0.0}}
-    ),
-    "warning task-starves": lambda: with_figures(healthy(recipe=TWO), **SMALL),
-    "warning length-drifts brevity": lambda: with_figures(healthy(), {"completion_tokens_mean": 3.0}, **FLAT),
-    "warning length-drifts": lambda: with_figures(healthy(), {"completion_tokens_mean": 30.0}, **FLAT),
-    "grave engine-differs probe answers": lambda: with_figures(healthy(), parity_failures=1),
-    "grave engine-differs mismatch_kl": lambda: with_figures(healthy(), {"mismatch_kl": 0.05}),
-    "grave engine-differs": lambda: with_figures(healthy(), mismatch_kl=0.05),
-    "warning ess-low": lambda: with_figures(healthy(), ess=0.2),
-    "grave tokens-cut mask_low": lambda: with_figures(healthy(recipe=MASKED), mask_fraction=0.99),
-    "grave tokens-cut clip_low": lambda: with_figures(healthy(recipe=CLIPPED), clip_fraction=0.9),
-    "warning gradient-clipped": lambda: with_figures(healthy(recipe={"trainer": {"max_grad_norm": 0.1}}), clipped=True),
-    "grave policy-unmoved norm 1e-09": lambda: with_figures(healthy(), grad_norm=1e-9, **FLAT),
-    "grave policy-unmoved": lambda: with_figures(healthy(), log_weight_abs_max=1e-5, **FLAT),
-    "warning kl-grows": lambda: with_figures(healthy(), {"reference_kl": 5.0}, reference_kl=0.01, **FLAT),
-    "warning entropy-explodes": lambda: with_figures(healthy(), {"entropy": 5.0}, entropy=1.0, **FLAT),
-    "grave policy-collapsed": lambda: with_figures(healthy(), {"reward_mean": 0.01}, **FLAT),
-    "warning entropy-collapsed": lambda: with_figures(healthy(), {"entropy": 0.001}, **FLAT),
+    "warning term-dominates": lambda: run_with(term_spread={"answer": 0.1, "format": 2.0}),
+    "warning format-never": lambda: run_with(recipe=FORMAT, reported={"chain_sum": {"answer": 0.5, "format": 0.0}}),
+    "warning task-starves": lambda: run_with(recipe=TWO, **SMALL),
+    "warning length-drifts brevity": lambda: run_with({"completion_tokens_mean": 3.0}, **FLAT),
+    "warning length-drifts": lambda: run_with({"completion_tokens_mean": 30.0}, **FLAT),
+    "grave engine-differs probe answers": lambda: run_with(parity_failures=1),
+    "grave engine-differs mismatch_kl": lambda: run_with({"mismatch_kl": 0.05}),
+    "grave engine-differs": lambda: run_with(mismatch_kl=0.05),
+    "warning ess-low": lambda: run_with(ess=0.2),
+    "grave tokens-cut mask_low": lambda: run_with(recipe=MASKED, mask_fraction=0.99),
+    "grave tokens-cut clip_low": lambda: run_with(recipe=CLIPPED, clip_fraction=0.9),
+    "warning gradient-clipped": lambda: run_with(recipe={"trainer": {"max_grad_norm": 0.1}}, clipped=True),
+    "grave policy-unmoved norm 1e-09": lambda: run_with(grad_norm=1e-9, **FLAT),
+    "grave policy-unmoved": lambda: run_with(log_weight_abs_max=1e-5, **FLAT),
+    "warning kl-grows": lambda: run_with({"reference_kl": 5.0}, reference_kl=0.01, **FLAT),
+    "warning entropy-explodes": lambda: run_with({"entropy": 5.0}, entropy=1.0, **FLAT),
+    "grave policy-collapsed": lambda: run_with({"reward_mean": 0.01}, **FLAT),
+    "warning entropy-collapsed": lambda: run_with({"entropy": 0.001}, **FLAT),
     "warning heldout-apart": lambda: healthy(summary={"heldout": HELDOUT}),
     "warning heldout-apart at most 0.01": lambda: with_figures(
         healthy(summary={"heldout": [heldout(version, 0.0, 0.01) for version in (0, 40)]}), **FLAT
     ),
     "warning heldout-unanswered": lambda: healthy(summary={"heldout": [HELDOUT[0] | {"unanswered": 128}]}),
-    "note bottleneck bound by lag": lambda: with_figures(healthy(), max_lag_too_small=True),
-    "note bottleneck commit-bound": lambda: with_figures(healthy(), **SLOW),
-    "note bottleneck verifier-bound": lambda: with_figures(healthy(), actor_busy_fraction=0.1, **WAITS),
-    "note bottleneck actor-bound": lambda: with_figures(healthy(), **WAITS),
-    "note bottleneck actors busy unknown": lambda: with_figures(healthy(), actor_busy_fraction=None, **SLOW),
-    "note bottleneck The trainer keeps the actors waiting (trainer-bound": lambda: with_figures(
-        healthy(recipe={"model": CPU | {"dtype": "bfloat16"}}), actor_busy_fraction=0.1, **BUSY
+    "note bottleneck bound by lag": lambda: run_with(max_lag_too_small=True),
+    "note bottleneck commit-bound": lambda: run_with(**SLOW),
+    "note bottleneck verifier-bound": lambda: run_with(actor_busy_fraction=0.1, **WAITS),
+    "note bottleneck actor-bound": lambda: run_with(**WAITS),
+    "note bottleneck actors busy unknown": lambda: run_with(actor_busy_fraction=None, **SLOW),
+    "note bottleneck The trainer keeps the actors waiting (trainer-bound": lambda: run_with(
+        recipe={"model": CPU | {"dtype": "bfloat16"}}, actor_busy_fraction=0.1, **BUSY
     ),
-    "note bottleneck on a CPU, lower it": lambda: with_figures(
-        healthy(recipe={"model": CPU}), actor_busy_fraction=0.1, **BUSY
-    ),
-    "note bottleneck mean lag 9": lambda: with_figures(healthy(), lag={"mean": 9.0, "max": 12}),
+    "note bottleneck on a CPU, lower it": lambda: run_with(recipe={"model": CPU}, actor_busy_fraction=0.1, **BUSY),
+    "note bottleneck mean lag 9": lambda: run_with(lag={"mean": 9.0, "max": 12}),
 }  # fmt: skip
 """For each rule, by gravity, id and words that the finding has, a run in which it must be the first finding."""
 
