@@ -144,7 +144,9 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
     "warning reward-plateau reward 0.5 of 1; rewards are equal in 80%": lambda: run_with(
         {"reward_mean": 0.5, "equal_reward_groups": 0.8}
     ),
-    "warning term-dominates answer 0 of 1": lambda: run_with(recipe=FORMAT, **FLAT, reported={"chain_sum": {"answer": 0.0, "format": 0.5}}),
+    "warning term-dominates answer 0 of 1": lambda: run_with(
+        recipe=FORMAT, **FLAT, reported={"chain_sum": {"answer": 0.0, "format": 0.5}}
+    ),
     "warning term-dominates answer 0.3 -> 0.1": lambda: run_with(
         {"reported": {"chain_sum": {"answer": 0.1}}}, term_spread={"answer": 0.4, "overlong": 1.0}
     ),
