@@ -186,7 +186,6 @@ async def model() -> int:
     from pipelinerl.recipe.loading import load_recipe
 
     recipe, this = load_recipe(SETTINGS["recipe"]), asyncio.current_task()
-    assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     with filling(built_folder(recipe, SETTINGS["run"], Path(SETTINGS["model_cache"]))) as beside:
         print("INFO initial model: step 1 of 2", flush=True)

@@ -154,7 +154,6 @@ class Running:
         )
 
     async def transfer(self, version: PolicyVersion) -> tuple[TransferResult, StagedWeights]:
-        assert self.group is not None
         snapshot = self.sender.snapshot(version, self.sent())
         broadcast = self.sender.broadcast(snapshot, self.group, 120)
         sent, staged = await asyncio.gather(asyncio.wrap_future(broadcast), self.client.receive(version, 120))

@@ -17,12 +17,10 @@ class Terminal:
         self.process = process
 
     def say(self, text: str) -> None:
-        assert self.process.stdin is not None
         os.write(self.process.stdin.fileno(), text.encode())
 
     def until(self, text: str) -> str:
         """What is shown until and with `text`. Fails when the program ends before."""
-        assert self.process.stdout is not None
         shown, end_s = "", time.monotonic() + _WITHIN_S
         while not shown.endswith(text):
             assert select.select([self.process.stdout], [], [], end_s - time.monotonic())[0], shown

@@ -99,8 +99,6 @@ def notebook(tmp_path: Path) -> ModuleType:
     file = tmp_path / "notebook.py"
     file.write_text(textwrap.dedent(NOTEBOOK).replace("    LESS", "LESS"))
     spec = importlib.util.spec_from_file_location("__main__", file)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -378,7 +378,6 @@ def test_store_whose_host_is_gone_ends_a_meeting_at_the_deadline_and_when_given_
     """A stopped process keeps its connections and answers nothing, as an unreachable machine does."""
     host = subprocess.Popen([sys.executable, "-c", HOST_OF_A_STORE], stdout=subprocess.PIPE, text=True)
     try:
-        assert host.stdout is not None
         port = int(host.stdout.readline())
         store = TCPStore("127.0.0.1", port, is_master=False)
         given_up, errors = threading.Event(), queue.Queue[Exception]()

@@ -26,9 +26,7 @@ SMALL: dict[str, Any] = {
 
 
 def config_of(model_type: str, **fields: Any) -> PretrainedConfig:
-    config = CONFIG_MAPPING[model_type](**SMALL | fields)
-    assert isinstance(config, PretrainedConfig)
-    return config
+    return CONFIG_MAPPING[model_type](**SMALL | fields)
 
 
 def cost_of(config: PretrainedConfig) -> CostModel:

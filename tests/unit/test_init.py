@@ -77,7 +77,6 @@ def test_questions_of_a_file_become_a_task(pipelinerl: Command, workplace: Path)
     (workplace / "mine.csv").write_text(CSV.replace(",", ";"), encoding="utf-8-sig")
     assert pipelinerl("init", "first", "--data", "mine.csv")[0] == 0
     task = load_recipe("first/recipe.yaml").task
-    assert task is not None
     assert (task.path, task.heldout_problems) == ("first/mine.csv", 1)
     assert (task.prompt_field, task.answer_field) == ("Question", "Answer")
     code, printed, _ = pipelinerl("validate", "first")
@@ -85,14 +84,12 @@ def test_questions_of_a_file_become_a_task(pipelinerl: Command, workplace: Path)
     (workplace / "mine.jsonl").write_text("".join(json.dumps({"a": str(n), "b: c": "x"}) + "\n" for n in range(50)))
     assert pipelinerl("init", "second", "--data", "mine.jsonl", "--question", "a", "--answer", "b: c")[0] == 0
     task = load_recipe("second/recipe.yaml").task
-    assert task is not None
     assert (task.prompt_field, task.answer_field, task.heldout_problems) == ("a", "b: c", 10)
     text = 'DATA, ANSWER, Question \U0001f600,,\n1, "x, y",a,,\n,,,,\n1,DATA,"b\nc",,\n , ,,,\n'
     (workplace / "DATA \U0001f600.CSV").write_text(text, encoding="utf-8", newline="\r\n")
     options = ["--question", "ANSWER", "--answer", "Question \U0001f600"]  # ANSWER is a placeholder, too
     assert pipelinerl("init", "third", "--data", "DATA \U0001f600.CSV", *options)[0] == 0
     task = load_recipe("third/recipe.yaml").task
-    assert task is not None
     rows = [row.values for row in rows_of(task)]
     names = {"DATA": "1", "ANSWER": "x, y", "Question \U0001f600": "a"}
     assert (task.prompt_field, task.answer_field, rows[0], len(rows)) == ("ANSWER", "Question \U0001f600", names, 2)
@@ -112,7 +109,6 @@ def test_known_forms_of_data_sets_become_prompts_and_final_answers(pipelinerl: C
         (workplace / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         assert pipelinerl("init", name, "--data", f"{name}.jsonl")[0] == 0
         task = (recipe := load_recipe(f"{name}/recipe.yaml")).task
-        assert task is not None
         problem = (source := FileSource(task, 0)).problem(Split.HELDOUT, 0)
         number = problem.question.split()[1]
         assert problem.question == f"Write {number}" + f"\ntwelve {number}" * (name == "alpaca")
@@ -199,7 +195,6 @@ def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplac
 def test_a_recipe_finds_what_is_beside_it_and_a_run_keeps_its_modules(workplace: Path) -> None:
     assert main(["init", "mine", "--from", "agent"]) == 0
     recipe = load_recipe("mine/recipe.yaml")
-    assert recipe.task is not None
     assert (recipe.task.path, recipe.task.command) == ("mine/problems.jsonl", "python mine/agent.py")
     assert modules_beside(recipe, Path("mine/recipe.yaml")) == Path("mine")
     for library in ("json.py", "numpy/__init__.py"):

@@ -223,9 +223,7 @@ def test_experts_in_one_tensor_are_refused_and_attention_is_adapted(kind: str, e
     with pytest.raises(FieldError, match=problem):
         add_adapters(mixture, LoraConfig())
     mixture = build(kind, **SHAPE, **experts)
-    names = load_recipe("math-moe").trainer.lora
-    assert names is not None
-    add_adapters(mixture, names)
+    add_adapters(mixture, load_recipe("math-moe").trainer.lora)
     assert set(layer_adapters(mixture)) == {f"model.layers.{n}.self_attn.{p}_proj" for n in range(2) for p in "qkvo"}
 
 
