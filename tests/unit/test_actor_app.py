@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -171,11 +171,6 @@ async def test_a_stop_before_the_engine_is_up_is_an_ordinary_end(monkeypatch: py
 
 
 @asynccontextmanager
-async def scripted_engine(*_: object, **more: object) -> AsyncIterator[ScriptedEngine]:
-    yield ScriptedEngine()
-
-
-@asynccontextmanager
 async def waiting_for_nats(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, **changes: object
 ) -> AsyncIterator[tuple[asyncio.Event, asyncio.Task[None]]]:
@@ -183,7 +178,8 @@ async def waiting_for_nats(
     monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
     monkeypatch.setattr(jetstream, "CONNECT_TIMEOUT_S", 0.2)
     stop = asyncio.Event()
-    actor = asyncio.create_task(app.serve(settings().model_copy(update=changes), stop, CONTEXT, scripted_engine))
+    start = lambda *_, **__: nullcontext(ScriptedEngine())  # noqa: E731
+    actor = asyncio.create_task(app.serve(settings().model_copy(update=changes), stop, CONTEXT, start))
     async with asyncio.timeout(60):
         while "cannot connect, trying again: cannot connect to NATS" not in caplog.text:
             await asyncio.sleep(0.01)

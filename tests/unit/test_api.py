@@ -8,7 +8,8 @@ import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -195,21 +196,16 @@ def test_a_run_is_a_child_that_can_be_stopped(workplace: Path, notebook: ModuleT
 RECIPE = {"name": "a", "model": {"source": "package", "name": "arithmetic"}, "task": {"prompt_style": "compact"}}
 
 
-class pipelinerl_run:
+@contextmanager
+def pipelinerl_run(recipe: Any, reward: Any) -> Iterator[Any]:
     """A run of `start` with three steps, of which no process stays."""
-
-    def __init__(self, recipe: Any, reward: Any) -> None:
-        self.run = pipelinerl.start(
-            recipe, reward, **{"trainer.steps": 3, "reward.answer_pattern": "", "model.max_context": 128}
-        )
-
-    def __enter__(self) -> Any:
-        return self.run
-
-    def __exit__(self, *_: object) -> None:
-        process = self.run._own()
-        process.kill()
-        process.wait()
+    fields = {"trainer.steps": 3, "reward.answer_pattern": "", "model.max_context": 128}
+    run = pipelinerl.start(recipe, reward, **fields)
+    try:
+        yield run
+    finally:
+        run._own().kill()
+        run._own().wait()
 
 
 def test_mistakes_prevent_a_start_and_failures_show_the_output(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,36 +28,22 @@ from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient, 
 from tests.unit.builders import make_recipe, write_weights
 
 
-class Child:
-    """A process that the builder waits for."""
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-
-    def terminate(self) -> None:
-        self.ended.set()
-
-
-def fails(*_: object) -> None:
-    raise RuntimeError("no such model")
-
-
 async def test_the_loop_goes_on_meanwhile_and_hears_of_a_failure() -> None:
     go = threading.Event()
     asyncio.get_running_loop().call_later(0.05, go.set)
     assert await build_off_loop(lambda: go.wait(60), asyncio.Event()) is True
     with pytest.raises(RuntimeError, match="no such model"):
-        await build_off_loop(fails, asyncio.Event())
+        await build_off_loop(MagicMock(side_effect=RuntimeError("no such model")), asyncio.Event())
 
 
 @pytest.mark.parametrize("fails_then", [True, False])
 async def test_a_stop_ends_the_children_and_waits_for_the_thread(fails_then: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was built in spite of it is not lost."""
-    stop, child, ended = asyncio.Event(), Child(), []
-    monkeypatch.setattr(multiprocessing, "active_children", lambda: [child])
+    stop, child_ends, ended = asyncio.Event(), threading.Event(), []
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [SimpleNamespace(terminate=child_ends.set)])
 
     def build() -> int:
-        child.ended.wait(60)
+        child_ends.wait(60)
         ended.append(True)
         if fails_then:
             raise RuntimeError("engine core initialization failed")
@@ -226,21 +212,14 @@ def test_a_cache_that_cannot_be_filled_is_left_as_it_was(tmp_path: Path, monkeyp
 # What is timed
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(actor_metrics.time, "monotonic", clock)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(actor_metrics.time, "monotonic", lambda: clock.now_s)
     return clock
 
 
-def test_busy_is_the_time_with_anything_in_progress(clock: Clock) -> None:
+def test_busy_is_the_time_with_anything_in_progress(clock: SimpleNamespace) -> None:
     busy = BusyClock()
     clock.now_s = 10.0
     with busy:
@@ -256,7 +235,9 @@ def test_busy_is_the_time_with_anything_in_progress(clock: Clock) -> None:
         assert busy.total_s == 5.0
 
 
-def test_steps_of_the_engine_are_timed_while_it_has_something_to_do(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_the_engine_are_timed_while_it_has_something_to_do(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without vLLM, whose import takes seconds; runs with a real engine show that it takes the logger."""
     for name in ("vllm", "vllm.v1", "vllm.v1.metrics", "vllm.v1.metrics.loggers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
