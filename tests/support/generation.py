@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -48,14 +49,11 @@ def partial(index: int, *tokens: int, version: int = 1, finish: FinishReason | N
 GOOD = generated(7, 2)
 
 
-async def sample_nothing(*_: object) -> Completion:
-    raise AssertionError("no turn is sampled here")
-
-
 def recorded(branches: Iterable[Branch] = ()) -> Episode:
     """An episode with the branches that another actor has recorded; it samples no turn itself."""
     limits: dict[str, Any] = {"max_turns": 100, "max_context": 10_000, "turn_timeout_s": 1.0}
-    return Episode(SamplingParams(), sample_nothing, ActorMetrics(CollectorRegistry()), lambda tokens: "", branches, **limits)
+    sample = AsyncMock(side_effect=AssertionError("no turn is sampled here"))
+    return Episode(SamplingParams(), sample, ActorMetrics(CollectorRegistry()), lambda tokens: "", branches, **limits)
 
 
 @dataclass
@@ -123,9 +121,6 @@ class ScriptedEngine:
     async def check_health(self) -> None:
         if not self.alive:
             raise EngineError("the engine process died")
-
-    async def score(self, token_ids: object) -> object:
-        raise AssertionError("not asked for here")
 
 
 @dataclass

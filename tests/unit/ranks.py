@@ -68,17 +68,13 @@ Cases = dict[str, tuple[str, dict[str, Any]]]
 
 
 def jobs_of(cases: Cases, tmp_path_factory: Any) -> dict[str, Job]:
-    from tests.support.learner import VOCABULARY, build, model_of
+    from tests.support.learner import model_of
 
     folders: dict[str, str] = {}
     for family, _ in cases.values():
         if family not in folders:
             folders[family] = str(tmp_path_factory.mktemp(family))
-            if family == "gpt2":
-                sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-                build("gpt2", **sizes).save_pretrained(folders[family])
-            else:
-                model_of(family, max_position_embeddings=64).save_pretrained(folders[family])
+            model_of(family, max_position_embeddings=64).save_pretrained(folders[family])
     return {name: Job(folders[family], **changes) for name, (family, changes) in cases.items()}
 
 

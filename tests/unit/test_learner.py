@@ -224,12 +224,11 @@ def test_a_model_that_makes_its_logits_itself_has_them_in_float32_too() -> None:
 
 
 def test_dropout_is_off_in_training_and_gradient_checkpointing_changes_no_gradient() -> None:
-    config = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1}
     sequence, calls = sequences_of([(1, 9)])[0], list[object]()
     for checkpointing in (False, True):
         noisy = build("mixtral", **SHAPE, **experts)
-        for model in (build("gpt2", **config), noisy):
+        for model in (model_of("gpt2"), noisy):
             noiseless = plain_logprobs(model.eval(), sequence).detach().numpy()
             policy = wrap_model(model, gradient_checkpointing=checkpointing)
             found = policy.sequence_logprobs(np.append(sequence.prompt_token_ids, sequence.completion_token_ids))

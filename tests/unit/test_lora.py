@@ -34,15 +34,8 @@ RANK_4 = LoraConfig(rank=4, alpha=8.0)
 TOKENS = np.arange(17) % VOCABULARY
 
 
-def model(family: str) -> PreTrainedModel:
-    if family != "gpt2":
-        return model_of(family)
-    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-    return build("gpt2", bos_token_id=0, eos_token_id=1, **sizes)
-
-
 def adapted(family: str, lora: LoraConfig = RANK_4, **options: Any) -> Policy:
-    base = model(family)
+    base = model_of(family)
     torch.manual_seed(1)
     add_adapters(base, lora)
     return wrap_model(base, **options)
@@ -88,7 +81,7 @@ def test_merging_by_hand_rounds_once() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_served_is_the_original_model_in_form_and_the_trained_policy_in_values(family: str) -> None:
-    policy, original = adapted(family), model(family)
+    policy, original = adapted(family), model_of(family)
     train(policy)
     form = [(name, tuple(weight.shape), weight.dtype) for name, weight in original.named_parameters()]
     assert [(name, tuple(weight.shape), weight.dtype) for name, weight, _ in served_parameters(policy.model)] == form
@@ -116,7 +109,7 @@ def test_scaling_is_by_rank_or_by_its_root() -> None:
 
 
 def test_sixteen_bit_products_below_half_a_unit_in_the_last_place_survive_on_average() -> None:
-    base = model("qwen2-untied").to(torch.bfloat16)
+    base = model_of("qwen2-untied").to(torch.bfloat16)
     add_adapters(base, RANK_4)
     adapter = layer_adapters(base)["model.layers.0.mlp.up_proj"]
     x = torch.randn(2, 500, adapter.a.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -171,7 +164,7 @@ def exported(policy: Policy, folder: Path) -> Path:
 def test_checkpoints_load_with_transformers_and_with_peft(family: str, targets: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    model(family).save_pretrained(tmp_path / "base")
+    model_of(family).save_pretrained(tmp_path / "base")
     some = ["c_attn"] if family == "gpt2" else ["q_proj", "mlp.up_proj"]
     lora = LoraConfig(rank=3, alpha=6.0, rslora=True, target_modules=some if targets == "some" else "all-linear")
     config = ModelConfig(source="path", name=str(tmp_path / "base"), max_context=64)
@@ -190,7 +183,7 @@ def test_checkpoints_load_with_transformers_and_with_peft(family: str, targets: 
 
 
 def test_a_model_of_all_weights_has_no_adapter(tmp_path: Path) -> None:
-    policy = wrap_model(model("llama-tied"))
+    policy = wrap_model(model_of("llama-tied"))
     assert list(adapter_weights(policy.model)) == []
     assert not (exported(policy, tmp_path / "checkpoint") / "adapter").exists()
 
@@ -206,7 +199,7 @@ def test_a_model_of_all_weights_has_no_adapter(tmp_path: Path) -> None:
 )
 def test_targets_that_cannot_be(targets: list[str], problem: str) -> None:
     with pytest.raises(FieldError, match=problem):
-        add_adapters(model("llama-tied"), LoraConfig(target_modules=targets))
+        add_adapters(model_of("llama-tied"), LoraConfig(target_modules=targets))
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # peft's, of the same layers
@@ -239,7 +232,7 @@ def test_a_recipe_says_adapters_by_naming_one_field_and_cannot_say_some() -> Non
 
 def test_frozen_products_cost_two_passes_of_three() -> None:
     """Three passes of the result are two passes of the frozen products, and three of the adapters' products."""
-    whole, adapters = wrap_model(model("llama-tied")), adapted("llama-tied")
+    whole, adapters = wrap_model(model_of("llama-tied")), adapted("llama-tied")
     group = [group_of(sequences_of(LENGTHS))]
     trained = sum(weight.numel() for weight in adapters.model.parameters() if weight.requires_grad)
     forward, cost = learner(whole).cost_model, learner(adapters).cost_model
