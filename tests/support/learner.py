@@ -41,7 +41,8 @@ LENGTHS = [(2, 9), (5, 3), (1, 1), (4, 17), (3, 2), (6, 8)]
 def model_of(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """`family`: a type of models, `-tied` or `-untied` if its embeddings are not as usual."""
     model_type, _, head = family.partition("-")
-    return build(model_type, seed, **SHAPE | ({"tie_word_embeddings": head == "tied"} if head else {}) | changes)
+    shape = {name: size for name, size in SHAPE.items() if (family, name) != ("gpt2", "num_key_value_heads")}  # it has none
+    return build(model_type, seed, **shape | ({"tie_word_embeddings": head == "tied"} if head else {}) | changes)
 
 
 def build(model_type: str, seed: int = 0, **fields: Any) -> PreTrainedModel:
