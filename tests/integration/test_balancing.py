@@ -13,7 +13,6 @@ import pytest
 
 from pipelinerl.messages import verification
 from pipelinerl.messages.verification import CHANNEL_OPTIONS, VerifierClient
-from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.retry import Backoff
 from tests.support.machine import free_port
 from tests.support.verifier import ITEM, ScriptedVerifier
@@ -59,9 +58,8 @@ async def name_server(*addresses: str) -> AsyncIterator[tuple[NameServer, int]]:
 
 
 @asynccontextmanager
-async def verifier(address: str, port: int, *, connection_age_s: float = 300.0) -> AsyncIterator[ScriptedVerifier]:
-    one = ScriptedVerifier()
-    async with serve_grpc(one.register, [], address, port, stop_grace_s=0.1, connection_age_s=connection_age_s):
+async def verifier(address: str, port: int, **options: float) -> AsyncIterator[ScriptedVerifier]:
+    async with (one := ScriptedVerifier()).serving(address, port, **options):
         yield one
 
 

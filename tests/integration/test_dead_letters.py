@@ -49,7 +49,7 @@ async def run_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_table_has_a_line_for_each(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_line_for_each_and_json_the_whole_of_it(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dead-letters", str(run_dir)]) == 0
     shown = capsys.readouterr()
     heading, first, second = shown.out.splitlines()
@@ -59,13 +59,10 @@ def test_the_table_has_a_line_for_each(run_dir: Path, capsys: pytest.CaptureFixt
     assert r"unreadable_group: no wire \x1b[2Jformat" in second
     assert second.endswith("(2 bytes, unreadable)")
     assert "1 messages are not dead letters of this run" in shown.err
-
-
-def test_json_keeps_the_whole_of_it(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dead-letters", str(run_dir), "--json"]) == 0
-    first, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (first["group_id"], first["prompt_token_ids"], first["num_samples"]) == ("g00000007", [1, 2, 3], 2)
-    assert (second["msg_id"], second["prompt_group_base64"]) == ("g00000008/actor-0-1f", "//8=")
+    one, other = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (one["group_id"], one["prompt_token_ids"], one["num_samples"]) == ("g00000007", [1, 2, 3], 2)
+    assert (other["msg_id"], other["prompt_group_base64"]) == ("g00000008/actor-0-1f", "//8=")
 
 
 async def test_a_server_without_dead_letters_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

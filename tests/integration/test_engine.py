@@ -34,6 +34,7 @@ from services.trainer.learn.step import Learner
 from services.trainer.weight_sync.sender import WeightSender, adapter_factors, as_in_files, whole_weights
 from services.trainer.world import ADAPTER, WEIGHTS
 from tests.support import parity
+from tests.support.machine import until
 from tests.support.parity import TOLERANCE, Running, replaced
 from tests.unit.test_learner import LENGTHS, group_of, sequences_of
 
@@ -44,12 +45,6 @@ ATTENTION = LoraConfig(rank=4, target_modules=["q_proj", "k_proj", "v_proj", "o_
 V = [PolicyVersion(1, number) for number in range(20)]
 
 pytestmark = pytest.mark.engine
-
-
-async def no_process_is_left() -> None:
-    async with asyncio.timeout(60):
-        while multiprocessing.active_children():
-            await asyncio.sleep(0.05)
 
 
 async def record_gaps(gaps: list[float]) -> None:
@@ -75,7 +70,7 @@ async def test_an_engine_serves_exactly_the_weights_that_the_trainer_sends(kind:
         await check_stops(run)
         await check_adapters(run, tmp_path)
         await check_weights(run, tied, tmp_path)
-    await no_process_is_left()
+    await until(lambda: not multiprocessing.active_children())
 
 
 async def check_generation(run: Running, steps: list[tuple[float | None, float]]) -> None:
@@ -334,16 +329,11 @@ def parity_problems(run: Running, scores: list[np.ndarray], before: list[np.ndar
 async def test_a_stop_while_vllm_starts_leaves_no_process(tmp_path: Path) -> None:
     parity.saved_model("llama", True, tmp_path)
     stop = asyncio.Event()
-    await no_process_is_left()
-
-    async def stop_when_begun() -> None:
-        while not multiprocessing.active_children():
-            await asyncio.sleep(0.05)
-        stop.set()
-
-    stopping = asyncio.create_task(stop_when_begun())
+    await until(lambda: not multiprocessing.active_children())
+    begun = asyncio.create_task(until(multiprocessing.active_children))
+    begun.add_done_callback(lambda _: stop.set())
     with pytest.raises(StartStopped):
         async with start_engine(parity.engine_recipe(tmp_path), str(tmp_path), stop):
             pass
-    await stopping
-    await no_process_is_left()
+    await begun
+    await until(lambda: not multiprocessing.active_children())

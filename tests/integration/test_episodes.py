@@ -27,7 +27,7 @@ from services.verifier.sandbox import confinement_missing
 from tests.support.chat_endpoint import FakeEndpoint, calls, endpoint, fake_endpoint, refuses, says
 from tests.support.hostile_programs import ESCAPES, HOGS, LEAVERS, MAY, left_by, surroundings_in
 from tests.support.machine import ends_within, until
-from tests.support.verifier import HERE, ROOT, START_S, Verifier, sample, serving, verifier
+from tests.support.verifier import ROOT, START_S, Verifier, sample, serving, verifier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="episodes are confined with Linux's means")
 
@@ -264,9 +264,8 @@ async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier,
         assert (status_name(good.status), good.reward) == ("ok", 0.5)
     pid = hostile.process.pid
     hanging = asyncio.create_task(run_few_at_once(hostile, policy, [LEAVERS["leaves processes and hangs"].format(parent=pid)]))
+    await until(lambda: len(left_by(pid)) >= 4)
     async with asyncio.timeout(START_S):
-        while len(left_by(pid)) < 4:
-            await asyncio.sleep(0.02)
         (template,) = children(pid)
         descriptors, (_, hard) = os.listdir(f"/proc/{template}/fd"), resource.prlimit(template, resource.RLIMIT_NOFILE)
         limits = resource.prlimit(template, resource.RLIMIT_NOFILE, (max(map(int, descriptors)) + 1, hard))
@@ -286,7 +285,7 @@ async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier,
     ],
 )
 async def test_an_episode_that_cannot_be_put_in_a_sandbox_says_why(
-    policy: FakeEndpoint, tmp_path: Path, users_code: None, monkeypatch: pytest.MonkeyPatch, prepares: str, said: str
+    policy: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepares: str, said: str
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -357,13 +356,7 @@ async def served(tmp_path: Path, data: dict[str, Any], *requests: EpisodeRequest
         return await run(address.grpc, *requests)
 
 
-@pytest.fixture
-def users_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found where this process looks for modules."""
-    monkeypatch.syspath_prepend(HERE)
-
-
-async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path, users_code: None) -> None:
+async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path) -> None:
     turns = iter(
         [
             calls("multiply", '{"a": 6, "b": 7}'),
@@ -448,12 +441,13 @@ async def test_an_agent_runs_in_a_sandbox_where_the_recipe_says_so(tmp_path: Pat
 
 async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, policy: FakeEndpoint) -> None:
     (tmp_path / "my agent.py").write_text(AGENT)
-    task = {"source": "agent", "name": "asking", "path": "unused.jsonl", "episode_timeout_s": 12.0}
-    task["command"] = f"python '{tmp_path}/my agent.py'"
-    rows = [{}, {"exit": 3}, {"print": 2**21}, {"sleep": str(tmp_path / "pids")}]
-    asked = enumerate({"question": "half?"} | row for row in rows)
-    requests = [episode(policy, row, number, answer="0.5", task="asking") for number, row in asked]
-    results = await served(tmp_path, recipe(task=task), *requests)
+    task = {"source": "agent", "path": "unused.jsonl", "command": f"python '{tmp_path}/my agent.py'"}
+    limits = {"asking": LONG_S, "hasty": 12.0}
+    tasks = [{"task": task | {"name": name, "episode_timeout_s": limit}} for name, limit in limits.items()]
+    rows = [("asking", {}), ("asking", {"exit": 3}), ("asking", {"print": 2**21}), ("hasty", {"sleep": str(tmp_path / "pids")})]
+    asked = enumerate((name, {"question": "half?"} | row) for name, row in rows)
+    requests = [episode(policy, row, number, answer="0.5", task=name) for number, (name, row) in asked]
+    results = await served(tmp_path, recipe() | {"task": None, "tasks": tasks}, *requests)
     assert [status_name(result.status) for result in results] == ["ok", "crashed", "crashed", "timeout"]
     assert (results[0].reward, results[0].answer) == (1.0, "0.5\n")
     assert results[1].message == "the agent ended with exit code 3: no tool is here"
@@ -464,7 +458,7 @@ async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, poli
 
 
 async def test_a_judge_scores_the_answers_of_tools_and_agents(
-    tmp_path: Path, users_code: None, policy: FakeEndpoint, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, policy: FakeEndpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once their process has ended, and not those of one that failed, nor of one that was cut where that earns nothing. One
     that finds the judge's queue full waits, and is not run again."""
@@ -512,7 +506,7 @@ async def test_a_judge_scores_the_answers_of_tools_and_agents(
     assert sorted(texts[3:]) == ["5 half 1", "6 half 1"]
 
 
-async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: Path, users_code: None) -> None:
+async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: Path) -> None:
     """Of a recipe that has a task of one turn too, which waits for no episode."""
     asked, waits = threading.Event(), threading.Event()
 
@@ -545,7 +539,7 @@ async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: P
         ({"source": "tools", "path": "unused.jsonl", "tools": ["hostile_rewards:do_say_nothing"]}, "do_say_nothing does not"),
     ],
 )
-async def test_missing_code_is_the_users_mistake(tmp_path: Path, users_code: None, task: dict[str, Any], said: str) -> None:
+async def test_missing_code_is_the_users_mistake(tmp_path: Path, task: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         await served(tmp_path, recipe(task=task))
 

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages import verification
 from pipelinerl.messages.verification import VerifierClient
-from pipelinerl.service.grpc import explained, open_channel, serve_grpc
+from pipelinerl.service.grpc import explained, open_channel
 from pipelinerl.service.retry import Backoff
 from pipelinerl.service.tls import read_certificates, server_credentials
 from pipelinerl.v1 import verifier_pb2
@@ -21,14 +21,10 @@ from pipelinerl.v1.actor_pb2 import GetStateRequest
 from services.trainer.data.evaluation import calls_to
 from tests.integration.test_balancing import name_server
 from tests.support.certificates import Authority, serial_of
+from tests.support.machine import until_logged
 from tests.support.verifier import ITEM, ScriptedVerifier
 
 HOST = "127.0.0.1"
-
-
-@pytest.fixture(scope="module")
-def authority() -> Authority:
-    return Authority()
 
 
 @pytest.fixture
@@ -37,11 +33,8 @@ def files(tmp_path: Path, authority: Authority) -> Callable[..., Path]:
     return lambda folder, *names, days=1, by=authority: by.issue(tmp_path / folder, *names, days=days)
 
 
-def serving(
-    tls_dir: Path | None, servicer: ScriptedVerifier | None = None, **options: float
-) -> AbstractAsyncContextManager[int]:
-    given = {"stop_grace_s": 0.1, "credentials": server_credentials(tls_dir), **options}
-    return serve_grpc((servicer or ScriptedVerifier()).register, [], HOST, 0, **given)
+def serving(tls_dir: Path | None) -> AbstractAsyncContextManager[int]:
+    return ScriptedVerifier().serving(credentials=server_credentials(tls_dir))
 
 
 async def health_of(channel: aio.Channel) -> int:
@@ -112,22 +105,22 @@ async def test_a_caller_of_another_ca_is_refused(files: Callable[..., Path]) -> 
 
 @pytest.mark.parametrize("role", ["client", "server"])
 def test_files_that_cannot_be_used_are_named_at_the_start(files: Callable[..., Path], role: str) -> None:
+
+    def refused(folder: Path, said: str) -> None:
+        with pytest.raises(FieldError, match=said):
+            read_certificates(folder, role)
+
     folder = files("mine", HOST)
     read_certificates(folder, role)
     (folder / "tls.key").write_bytes((files("other", HOST) / "tls.key").read_bytes())
-    with pytest.raises(FieldError, match=r"tls_dir = .*tls\.crt.* does not match tls\.key"):
-        read_certificates(folder, role)
-    with pytest.raises(FieldError, match=r"tls\.crt.* is not valid under ca\.crt: certificate has expired"):
-        read_certificates(files("mine", HOST, days=-1), role)
+    refused(folder, r"tls_dir = .*tls\.crt.* does not match tls\.key")
+    refused(files("mine", HOST, days=-1), r"tls\.crt.* is not valid under ca\.crt: certificate has expired")
     Authority("another").write_ca(files("mine", HOST))
-    with pytest.raises(FieldError, match=r"is not valid under ca\.crt: .*issuer"):
-        read_certificates(folder, role)
+    refused(folder, r"is not valid under ca\.crt: .*issuer")
     (folder / "ca.crt").write_text("no certificate")
-    with pytest.raises(FieldError, match=r"ca\.crt.* holds no certificate"):
-        read_certificates(folder, role)
+    refused(folder, r"ca\.crt.* holds no certificate")
     (folder / "tls.key").unlink()
-    with pytest.raises(FieldError, match=r"tls\.key.* cannot be read: No such file"):
-        read_certificates(folder, role)
+    refused(folder, r"tls\.key.* cannot be read: No such file")
 
 
 async def test_an_actor_client_with_unusable_files_is_no_users_mistake(tmp_path: Path) -> None:
@@ -146,7 +139,7 @@ async def test_renewed_certificates_are_used_by_a_client_and_a_server_that_live_
     monkeypatch.setattr(verification, "BACKOFF", Backoff(0.01, 0.05))
     first, servicer, renewed = serial_of(client_files / "tls.crt"), ScriptedVerifier(), asyncio.Event()
     async with (
-        serving(server_files, servicer, connection_age_s=0.2) as port,
+        servicer.serving(credentials=server_credentials(server_files), connection_age_s=0.2) as port,
         VerifierClient(f"{HOST}:{port}", tls_dir=client_files) as client,
     ):
 
@@ -160,9 +153,9 @@ async def test_renewed_certificates_are_used_by_a_client_and_a_server_that_live_
         replacing.issue(server_files, HOST)
         (client_files / "tls.key").write_text("half a renewal")
         asking = asyncio.create_task(keep_asking())
+        await until_logged(caplog, "cannot use the renewed certificates")
+        await until_logged(caplog, "not valid under")
         async with asyncio.timeout(60):
-            while not ("cannot use the renewed certificates" in caplog.text and "not valid under" in caplog.text):
-                await asyncio.sleep(0.01)
             replacing.issue(client_files, "caller")
             renewed.set()
             await asking

@@ -23,7 +23,6 @@ from pipelinerl.bus.protocol import group_id_of
 from pipelinerl.local.die_with_parent import guarded
 from pipelinerl.local.processes import kill_session
 from pipelinerl.messages.sequences import SamplingParams, Sequence, decode_sequence, encode_group
-from pipelinerl.service.grpc import serve_grpc
 from tests.support.parity import TOLERANCE, change_strongly, engine_recipe, largest_difference, random_model, reference
 from tests.support.verifier import ScriptedVerifier
 from tests.unit.builders import RUN, make_group
@@ -77,11 +76,7 @@ async def test_a_sequence_begun_by_one_engine_is_finished_by_another(tmp_path: P
     one["model_dir"], two["model_dir"] = saved(first_model, tmp_path / "first"), saved(second_model, tmp_path / "second")
     log, go = tmp_path / "first.log", tmp_path / "go"
     with NatsServer(tmp_path / "nats") as server:
-        async with (
-            asyncio.timeout(SOON_S),
-            connect(server.url, RUN) as bus,
-            serve_grpc(ScriptedVerifier().register, [], "127.0.0.1", 0, stop_grace_s=0.1) as port,
-        ):
+        async with asyncio.timeout(SOON_S), connect(server.url, RUN) as bus, ScriptedVerifier().serving() as port:
             await bus.create_streams()
             for number in range(GROUPS):
                 group = make_group(number, num_samples=SAMPLES, prompt=PROMPT, sampling=SamplingParams(max_tokens=MAX_TOKENS))

@@ -42,6 +42,12 @@ async def until_step(page: Any, step: int) -> None:
     await page.wait_for_function(f"(step) => {note}?.textContent.startsWith(`step ${{step}};`)", arg=step)
 
 
+async def take_step(page: Any, board: PageBoard, taken: dict[str, Any]) -> None:
+    board.step(taken)
+    await page.clock.run_for(2000)
+    await until_step(page, taken["step"])
+
+
 async def test_a_tab_that_nobody_looks_at_asks_for_nothing_and_catches_up() -> None:
     board = PageBoard()
     async with shown(board) as (page, asked):
@@ -110,16 +116,12 @@ async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how
         await until_step(page, 1)
         lag, busy = (page.locator(f"[data-tile={name}] .note") for name in ("lag", "busy"))
         board.state({**STATE, "actors_held_back": True})
-        board.step(record(2, largest_lag=1, grad_norm=9.0, clipped=True))
-        await page.clock.run_for(2000)
-        await until_step(page, 2)
+        await take_step(page, board, record(2, largest_lag=1, grad_norm=9.0, clipped=True))
         assert "the actors –: they wait, since they generate more than the trainer can use" in await busy.inner_text()
         assert (await lag.inner_text()).endswith("predicted max 1; bound 1")
         losses = {"sequences": {"issued": 1000, "dropped_stale": 11, "failed": 2}, "reasons": {"failed": {"engine": 2}}}
         board.state({**STATE, **losses})
-        board.step(record(3, lag={"mean": 0.9, "p95": 1.0, "max": 1}))
-        await page.clock.run_for(2000)
-        await until_step(page, 3)
+        await take_step(page, board, record(3, lag={"mean": 0.9, "p95": 1.0, "max": 1}))
         full = await page.locator("[data-tile=lag].warn").inner_text()
         assert full.endswith("at its bound 1: 1.1% of the sequences were dropped as too old")
         reason = page.locator("tr.part:has-text('engine')")
@@ -128,9 +130,7 @@ async def test_the_page_says_when_actors_idle_lag_is_bounded_probes_fail_and_how
         tasks = {name: {"reward_mean": reward} for name, reward in (("sums", 0.75), ("words", 0.25))}
         cut = {"grad_norm": 0.5, "clipped": False, "tasks": tasks}
         probed = {"logprob_mismatch": 0.25, "parity_failures": 2}
-        board.step(record(4, largest_lag=2, max_lag_too_small=True, **cut, **probed))
-        await page.clock.run_for(2000)
-        await until_step(page, 4)
+        await take_step(page, board, record(4, largest_lag=2, max_lag_too_small=True, **cut, **probed))
         assert "stockpile" not in await busy.inner_text()
         assert "predicted max 2; bound 1 is too small for that: generation is throttled" in await lag.inner_text()
         parity = await page.locator("[data-tile=parity].warn").inner_text()

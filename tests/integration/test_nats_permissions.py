@@ -23,7 +23,8 @@ from pipelinerl.v1.control_pb2 import Registration
 from services.actor.app import Heartbeat
 from services.actor.hand_over import HeldGroups
 from services.actor.weight_sync.updates import ServingGate
-from tests.support.guarded_nats import PASSWORDS, guarded, logged, reload
+from tests.support.guarded_nats import PASSWORDS, guarded, reload
+from tests.support.machine import until_logged
 from tests.unit.builders import make_group
 
 RUN = "demo"
@@ -58,16 +59,16 @@ async def user_of(server: NatsServer, folder: Path, user: str) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def client_of(server: NatsServer, user: str, errors: list[str] | None = None) -> AsyncIterator[Client]:
-    """nats-py as it is, for what the bus never does."""
+async def client_of(server: NatsServer, user: str, password: str = "") -> AsyncIterator[tuple[Client, list[str]]]:
+    """nats-py as it is, for what the bus never does, and its errors."""
+    errors: list[str] = []
 
     async def keep(error: Exception) -> None:
-        if errors is not None:
-            errors.append(str(error))
+        errors.append(str(error))
 
-    login = {"user": user, "password": PASSWORDS[user], "inbox_prefix": f"_INBOX_{user}"}
+    login = {"user": user, "password": password or PASSWORDS[user], "inbox_prefix": f"_INBOX_{user}"}
     async with await nats.connect(server.url, error_cb=keep, **login) as client:
-        yield client
+        yield client, errors
 
 
 async def settled(client: Client) -> None:
@@ -129,8 +130,7 @@ async def test_an_actor_changes_no_stream_and_reads_only_what_is_for_it(server: 
     ],
 )
 async def test_an_actor_overhears_nothing(server: NatsServer, subject: str) -> None:
-    errors: list[str] = []
-    async with client_of(server, ACTOR, errors) as client:
+    async with client_of(server, ACTOR) as (client, errors):
         await client.subscribe(subject)
         await settled(client)
     assert any(f'permissions violation for subscription to "{subject.lower()}"' in error.lower() for error in errors), errors
@@ -217,8 +217,7 @@ async def test_answers_sent_elsewhere_neither_delete_nor_acknowledge(server: Nat
 
     The server's answers and deliveries do not act on the API, and no content of its choice gets onto an order's subject.
     """
-    errors: list[str] = []
-    async with client_of(server, ACTOR, errors) as actor, client_of(server, ADMIN) as person:
+    async with client_of(server, ACTOR) as (actor, errors), client_of(server, ADMIN) as (person, _):
         stored, js = actor.jetstream(), person.jetstream()
         await stored.publish(SUBJECTS.sequences, b"a sequence")
         kept = (await js.stream_info("SEQUENCES_demo")).state.messages
@@ -267,13 +266,7 @@ async def test_runs_that_share_a_server_cannot_touch_each_other(tmp_path: Path) 
             calls = (intruder.publish_sequence(b"x", "s2"), intruder.publish_control("serving", b"x", "actor-1"))
             for call in (*calls, intruder.next_prompt(REQUEST_TIMEOUT_S), intruder.put_member("actor-1", b"x")):
                 assert (await refused(call)).user == "one-actor"
-        login = {"user": "one-trainer", "password": passwords["one-trainer"], "inbox_prefix": "_INBOX_one-trainer"}
-        errors: list[str] = []
-
-        async def keep(error: Exception) -> None:
-            errors.append(str(error))
-
-        async with await nats.connect(server.url, error_cb=keep, **login) as client:
+        async with client_of(server, "one-trainer", passwords["one-trainer"]) as (client, errors):
             overheard = ("_INBOX_two-trainer.>", "two.>", "_INBOX_one-trainer-actor.>")
             for subject in overheard:
                 await client.subscribe(subject)
@@ -313,16 +306,16 @@ async def test_a_changed_password_is_used_for_the_next_connection(tmp_path: Path
             (tmp_path / TRAINER).write_text("trainer:rotated-secret")
             server.extra = {"authorization": authorization(RUN, {**PASSWORDS, TRAINER: "rotated-secret"})}
             reload(server)
-            await logged(caplog, "reconnected")
+            await until_logged(caplog, "reconnected")
             assert await bus.publish_prompt(b"2", "g2") == 2
             caplog.clear()
             server.extra = {"authorization": authorization(RUN, PASSWORDS)}
             reload(server)  # before the file: as it is while a Secret takes its minute to reach the pod
-            await logged(caplog, "Authorization Violation")
+            await until_logged(caplog, "Authorization Violation")
             (tmp_path / TRAINER).write_text("half written")
-            await logged(caplog, "cannot read the NATS credentials; logging in with the previous ones")
+            await until_logged(caplog, "cannot read the NATS credentials; logging in with the previous ones")
             assert not bus.connection.is_connected
             (tmp_path / TRAINER).write_text(f"trainer:{PASSWORDS[TRAINER]}")
-            await logged(caplog, "reconnected")
+            await until_logged(caplog, "reconnected")
             assert await bus.publish_prompt(b"3", "g3") == 3
     assert "secret" not in caplog.text

@@ -15,17 +15,12 @@ from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.errors import BusError, FieldError
 from tests.support.certificates import Authority
-from tests.support.guarded_nats import LIMITS, logged, reload
-from tests.support.machine import free_port
+from tests.support.guarded_nats import LIMITS, reload
+from tests.support.machine import free_port, until_logged
 
 RUN, HOST = "demo", "127.0.0.1"
 LONG_S = 60.0
 """To connect: longer than a test may take."""
-
-
-@pytest.fixture(scope="module")
-def authority() -> Authority:
-    return Authority()
 
 
 def tls(folder: Path, **more: Any) -> dict[str, Any]:
@@ -115,7 +110,7 @@ async def test_no_password_is_sent_to_a_server_without_tls(tmp_path: Path, autho
     async with await asyncio.start_server(pretend, HOST, 0) as listener:
         url = f"{scheme}://{HOST}:{listener.sockets[0].getsockname()[1]}"
         with pytest.raises(BusError, match="the server offers no TLS, which this connection requires"):
-            async with jetstream.connect(url, RUN, credentials=credentials, tls_dir=trusting, connect_timeout_s=5):
+            async with jetstream.connect(url, RUN, credentials=credentials, tls_dir=trusting, connect_timeout_s=LONG_S):
                 pass
     assert received == b""
 
@@ -149,12 +144,12 @@ async def test_a_reconnection_reads_new_files(tmp_path: Path, authority: Authori
             (client_files / "ca.crt").unlink()
             server.stop()
             async with await asyncio.start_server(greet, HOST, server.port):
-                await logged(caplog, "does not speak NATS")
+                await until_logged(caplog, "does not speak NATS")
                 assert bus.max_payload_bytes > 1
             server.start()
-            await logged(caplog, "cannot read the certificates for NATS; connecting with the previous ones")
-            await logged(caplog, "its certificate is refused")
+            await until_logged(caplog, "cannot read the certificates for NATS; connecting with the previous ones")
+            await until_logged(caplog, "its certificate is refused")
             replacing.issue(client_files, "c")
-            await logged(caplog, "reconnected")
+            await until_logged(caplog, "reconnected")
             assert await bus.publish_sequence(b"2", "s2") == 2
     assert "('127.0.0.1', 1)" not in caplog.text

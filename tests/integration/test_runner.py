@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
+import httpx
 import nats
 import psutil
 import pytest
@@ -120,11 +120,8 @@ async def test_each_process_sees_its_gpu_and_a_shared_one_starts_with_the_engine
 
 
 async def fetched(address: str, path: str) -> str:
-    def get() -> str:
-        with urlopen(f"http://{address}{path}", timeout=60) as answer:
-            return str(answer.read().decode())
-
-    return await asyncio.to_thread(get)
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        return (await client.get(f"http://{address}{path}")).raise_for_status().text
 
 
 async def figures(address: str) -> dict[tuple[str, str], float]:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import pytest
 from services.verifier.confinement import children
 from services.verifier.sandbox import Ended, Limits, Means, confinement_missing, landlock_version, python, run, strongest_means
 from tests.support.hostile_programs import BESIDE, ESCAPES, HOGS, LEAVERS, Surroundings, left_by, surroundings_in
-from tests.support.machine import ends_within
+from tests.support.machine import ends_within, wait_until
 
 
 class Alone:
@@ -238,10 +237,7 @@ def test_what_is_confined_ends_with_the_process_above_also_when_it_has_been_stop
     program = CONFINED.format(at_import="", ending="signal.pause()")
     starts = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     above = subprocess.Popen([sys.executable, "-c", starts, program], stdout=subprocess.DEVNULL)
-    deadline_s = time.monotonic() + START_S
-    while len(left_by(os.getpid())) < 4:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)  # processes of others: nothing to wait on
+    wait_until(lambda: len(left_by(os.getpid())) >= 4)
     (outside,) = children(above.pid)
     os.kill(outside, signal.SIGSTOP)
     above.kill()

@@ -10,9 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ import pytest
 from pipelinerl.errors import MessageError, ServiceError, UserError
 from pipelinerl.messages import verification
 from pipelinerl.messages.verification import VerifierClient, status_name
-from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.retry import Backoff
 from pipelinerl.v1 import verifier_pb2
 from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
@@ -32,7 +29,7 @@ from tests.support.certificates import Authority
 from tests.support.chat_endpoint import endpoint
 from tests.support.hostile_programs import BESIDE, ESCAPES, HOGS, LEAVERS, MAY, left_by, surroundings_in
 from tests.support.machine import ends_within, free_port, until
-from tests.support.verifier import HERE, ROOT, START_S, ScriptedVerifier, Verifier, sample, serving, verifier
+from tests.support.verifier import ROOT, START_S, ScriptedVerifier, Verifier, sample, serving, verifier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers confine themselves with Linux's means")
 
@@ -248,7 +245,7 @@ async def test_a_worker_shot_from_outside_costs_no_item(hostile: Verifier) -> No
     assert [outcome.status for outcome in await waiting] == [VERIFY_STATUS_OK] * 2
 
 
-async def test_a_slow_item_does_not_hold_up_another_batch(tmp_path: Path, users_rewards: None) -> None:
+async def test_a_slow_item_does_not_hold_up_another_batch(tmp_path: Path) -> None:
     """One worker is busy until the other one has scored the batches."""
     async with serving(tmp_path, recipe(timeout_s=START_S), workers=2) as address, VerifierClient(address.grpc) as client:
         slow = asyncio.create_task(client.verify(items([f"wait_for {tmp_path}/scored"])))
@@ -273,10 +270,7 @@ async def test_what_a_reward_prints_is_in_the_log_and_a_flood_is_not(hostile: Ve
     assert (first, last) == ("ok", "ok")
     assert {*floods} <= {"crashed", "timeout"}  # a busy machine prints so much too slowly
     for said in ("words-of-a-reward", r"\x1b[2J", "a worker prints too much"):
-        deadline_s = time.monotonic() + START_S
-        while said not in hostile.log:
-            assert time.monotonic() < deadline_s
-            await asyncio.sleep(0.02)  # a file of another process
+        await until(lambda said=said: said in hostile.log)  # type: ignore[misc]
     assert "\x1b" not in hostile.log
     assert len(hostile.log) < 4 * 2**20
 
@@ -318,12 +312,6 @@ async def test_outcomes_are_counted(hostile: Verifier) -> None:
 # --- its start and its end
 
 
-@pytest.fixture
-def users_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers look for modules where this process does."""
-    monkeypatch.syspath_prepend(HERE)
-
-
 async def test_a_verifier_with_certificates_answers_those_who_show_one_and_ends_in_order(tmp_path: Path) -> None:
     authority = Authority()
     own, callers = authority.issue(tmp_path / "own", "127.0.0.1"), authority.issue(tmp_path / "callers", "actor")
@@ -344,7 +332,7 @@ async def test_a_verifier_with_certificates_answers_those_who_show_one_and_ends_
         assert all(ends_within(worker, 0.0) for worker in workers)
 
 
-async def test_a_full_queue_refuses_more_items(tmp_path: Path, users_rewards: None, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_queue_refuses_more_items(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(tmp_path, recipe(timeout_s=START_S), max_queue=4) as address, VerifierClient(address.grpc) as client:
         with pytest.raises(ServiceError, match="INVALID_ARGUMENT: items = 5: max_queue is 4"):
             await client.verify(items(["say 1"] * 5))
@@ -363,7 +351,7 @@ async def test_a_full_queue_refuses_more_items(tmp_path: Path, users_rewards: No
     assert not (tmp_path / "scored").exists()
 
 
-async def test_a_reward_that_does_not_exist_is_the_users_mistake(tmp_path: Path, users_rewards: None) -> None:
+async def test_a_reward_that_does_not_exist_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=re.escape("scoer does not exist in hostile_rewards; did you mean score?")):
         async with serving(tmp_path, recipe(scorer="hostile_rewards:scoer")):
             pass
@@ -379,31 +367,25 @@ def test_help_is_quick_and_starts_nothing() -> None:
 # --- the client, against scripted servers
 
 
-def scripted(servicer: ScriptedVerifier, port: int = 0) -> AbstractAsyncContextManager[int]:
-    return serve_grpc(servicer.register, [], "127.0.0.1", port, stop_grace_s=0.1)
-
-
 def client_of(port: int, **options: Any) -> VerifierClient:
     return VerifierClient(f"127.0.0.1:{port}", **options)
 
 
 async def test_a_verifier_that_goes_is_waited_for_until_it_is_back_or_the_caller_gives_up() -> None:
     failed, port = list[str](), free_port()
-    async with scripted(ScriptedVerifier(), port):
+    async with ScriptedVerifier().serving(port=port):
         client = client_of(port, on_failed_try=failed.append)
         await client.__aenter__()
         assert len(await client.verify(items(["a"]))) == 1
     try:
         waiting, leaving = (asyncio.create_task(client.verify(items(["b", "c"]))) for _ in range(2))
-        async with asyncio.timeout(START_S):
-            while len(failed) < 4:
-                await asyncio.sleep(0.01)
-            assert set(failed) == {"UNAVAILABLE"}
-            leaving.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await leaving
-            async with scripted(ScriptedVerifier(), port):
-                assert [outcome.sequence_id for outcome in await waiting] == ["g.0", "g.1"]
+        await until(lambda: len(failed) >= 4)
+        assert set(failed) == {"UNAVAILABLE"}
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        async with asyncio.timeout(START_S), ScriptedVerifier().serving(port=port):
+            assert [outcome.sequence_id for outcome in await waiting] == ["g.0", "g.1"]
     finally:
         await client.__aexit__(None, None, None)
 
@@ -422,7 +404,7 @@ REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grp
 )
 async def test_a_busy_or_leaving_verifier_is_asked_until_it_answers(script: list[Any], tries: int, refused: bool) -> None:
     servicer, failed = ScriptedVerifier(*script), list[str]()
-    async with scripted(servicer) as port, client_of(port, on_failed_try=failed.append) as client:
+    async with servicer.serving() as port, client_of(port, on_failed_try=failed.append) as client:
         if refused:
             said = f"127.0.0.1:{port} refused a batch: {script[0].name}: as the script says"
             with pytest.raises(ServiceError, match=said):
@@ -437,7 +419,7 @@ async def test_a_verifier_that_is_late_gets_twice_as_long_each_time(monkeypatch:
     """0.1 s and 0.2 s are too short for it, 0.4 s may be enough; on a busy machine it is a later one."""
     monkeypatch.setattr(verification, "DEADLINE_S", 0.1)
     failed = list[str]()
-    async with scripted(ScriptedVerifier(*[0.35] * 9)) as port, client_of(port, on_failed_try=failed.append) as client:
+    async with ScriptedVerifier(*[0.35] * 9).serving() as port, client_of(port, on_failed_try=failed.append) as client:
         assert len(await client.verify(items(["a"]))) == 1
     assert set(failed) == {"DEADLINE_EXCEEDED"}
     assert len(failed) >= 2
@@ -454,13 +436,13 @@ def response(*results: tuple[str, int, float]) -> verifier_pb2.VerifyResponse:
     ids=["too few", "out of order", "no status"],
 )
 async def test_an_answer_that_does_not_fit_is_an_error(answer: verifier_pb2.VerifyResponse) -> None:
-    async with scripted(ScriptedVerifier(answer)) as port, client_of(port) as client:
+    async with ScriptedVerifier(answer).serving() as port, client_of(port) as client:
         with pytest.raises(MessageError, match="Verify"):
             await client.verify(items(["a", "b"]))
 
 
 async def test_a_reward_that_is_not_finite_never_counts() -> None:
     answer = response(("g.0", verifier_pb2.VERIFY_STATUS_OK, float("nan")))
-    async with scripted(ScriptedVerifier(answer)) as port, client_of(port) as client:
+    async with ScriptedVerifier(answer).serving() as port, client_of(port) as client:
         (outcome,) = await client.verify(items(["a"]))
     assert (status_name(outcome.status), outcome.reward) == ("bad_reward", 0.0)

@@ -18,7 +18,7 @@ from pipelinerl.errors import NotPermitted
 from pipelinerl.transfer.stores import BucketStore, LogStore, ObjectMissing, StoreError, open_store
 from pipelinerl.transfer.weight_log import Replica, WeightLog
 from tests.support.guarded_nats import guarded
-from tests.unit.test_weight_log import MIXED, History, run_history, torn
+from tests.unit.test_weight_log import MIXED, History, content, run_history, torn
 
 RUN = "demo"
 
@@ -41,10 +41,6 @@ async def opened(server: NatsServer, folder: Path, **options: object) -> AsyncIt
             return await stack.enter_async_context(open_store("nats", bus))
 
         yield await store(TRAINER), await store(ACTOR)
-
-
-async def content(store: LogStore, key: str) -> bytes:
-    return b"".join([piece async for piece in store.get(key)])
 
 
 async def bucket_bytes(store: LogStore) -> int:

@@ -21,8 +21,9 @@ from pipelinerl.service.settings import TrainerSettings
 from pipelinerl.telemetry.metrics import RunRegistry
 from services.trainer.reporting.page import PageBoard, add_page
 from tests.kube.api_server import NAMESPACE, ApiServer
+from tests.support.machine import until_logged
 from tests.unit.builders import RUN, make_recipe
-from tests.unit.test_training_run import LINGERS, until_logged
+from tests.unit.test_training_run import LINGERS
 from tests.unit.trainer_fakes import training_run
 
 

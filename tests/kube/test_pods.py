@@ -13,6 +13,7 @@ from pipelinerl.kube import client as kube_client
 from pipelinerl.kube.client import LIST_PODS, TRAINER, WATCH_PODS, KubeClient, PodEnd, PodWatch
 from pipelinerl.service.retry import Backoff
 from tests.kube.api_server import SELECTOR, SOON_S, ApiServer, line, status
+from tests.support.machine import until
 
 DELETING, DELETED = "its pod is being deleted", "its pod was deleted"
 UNSEEN = "its pod was deleted, or relabelled"
@@ -124,9 +125,7 @@ async def test_an_unreachable_api_is_waited_for(api: ApiServer, trainer: KubeCli
     await api.stop()
     api.rights["trainer-token"] = frozenset()
     async with watching(trainer) as told:
-        async with asyncio.timeout(SOON_S):
-            while not warnings(caplog):
-                await asyncio.sleep(0.005)
+        await until(lambda: warnings(caplog))
         await asyncio.sleep(0.1)  # several tries
         await api.start()
         await api.until(lambda: len(api.refused) >= 2)

@@ -35,6 +35,8 @@ from tests.support.certificates import Authority
 INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 SUBMIT = ("submit", "arithmetic", "-n", NAMESPACE, "--release", "own", "--values", str(CPU_VALUES))
 
+ATTACH = ("submit", "--attach", "own", "-n", NAMESPACE)
+
 
 @pytest.fixture
 async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
@@ -57,6 +59,11 @@ async def release(api: ApiServer) -> AsyncIterator[Release]:
 async def pipelinerl(*arguments: str) -> int:
     async with asyncio.timeout(300):
         return await asyncio.to_thread(main, arguments)
+
+
+async def errors_of(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
+    assert await pipelinerl(*arguments) == code
+    return capsys.readouterr().err
 
 
 def pod(name: str, component: str, **status: Any) -> Object:
@@ -92,8 +99,7 @@ async def test_a_name_stays_taken_until_removal(api: ApiServer, release: Release
     told = {entry["name"]: entry.get("value") for entry in trainer["env"]}
     assert (told["PIPELINERL_RUN"], told["PIPELINERL_ON_COMPLETION"]) == ("own", "keep")
 
-    assert await pipelinerl(*SUBMIT) == 2
-    said = capsys.readouterr().err
+    said = await errors_of(capsys, 2, *SUBMIT)
     assert "--release = 'own': this release exists" in said
     assert "helm uninstall own -n train --kube-context tests --ignore-not-found && kubectl -n train --context tests" in said
     assert release.claims in said
@@ -103,15 +109,13 @@ async def test_a_name_stays_taken_until_removal(api: ApiServer, release: Release
     await submission.remove(release)
     assert [name_of(item) for item in api._rendered.objects] == ["math-data"]
     api._rendered.objects.append(claim)
-    assert await pipelinerl(*SUBMIT) == 2
-    assert "left the claims own-pipelinerl-trainer" in capsys.readouterr().err
+    assert "left the claims own-pipelinerl-trainer" in await errors_of(capsys, 2, *SUBMIT)
     await submission.remove(release)  # which is gone, but not its claim
     assert [name_of(item) for item in api._rendered.objects] == ["math-data"]
     state = {"kind": "ConfigMap", "data": {"run": "own"}}
     labels = {INSTANCE: "other", COMPONENT: "trainer", "app.kubernetes.io/part-of": "pipelinerl"}
     api._rendered.objects.append(state | {"metadata": {"name": "other-run", "labels": labels}})
-    assert await pipelinerl(*SUBMIT) == 2
-    assert "the release other has a run of this name" in capsys.readouterr().err
+    assert "the release other has a run of this name" in await errors_of(capsys, 2, *SUBMIT)
 
 
 async def test_a_recipe_that_the_job_refuses_is_uninstalled(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,8 +142,7 @@ async def test_a_recipe_that_the_job_refuses_is_uninstalled(api: ApiServer, caps
 async def test_mistakes_are_found_before_anything_is_installed(
     api: ApiServer, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
 ) -> None:
-    assert await pipelinerl(*arguments) == 2
-    assert told in capsys.readouterr().err
+    assert told in await errors_of(capsys, 2, *arguments)
     assert api._rendered.objects == []
 
 
@@ -147,12 +150,10 @@ async def test_without_helm_the_error_says_how_to_get_it(
     api: ApiServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert await pipelinerl(*SUBMIT) == 2
-    assert "helm is not on PATH: install Helm 3.14 or newer" in capsys.readouterr().err
+    assert "helm is not on PATH: install Helm 3.14 or newer" in await errors_of(capsys, 2, *SUBMIT)
     (tmp_path / "helm").write_text(f"#!{sys.executable}\nprint('v3.9.1')\n")
     (tmp_path / "helm").chmod(0o755)
-    assert await pipelinerl(*SUBMIT) == 2
-    assert "helm is v3.9.1: install Helm 3.14 or newer" in capsys.readouterr().err
+    assert "helm is v3.9.1: install Helm 3.14 or newer" in await errors_of(capsys, 2, *SUBMIT)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +180,7 @@ async def test_an_interrupted_command_says_what_there_is_and_how_to_go_on(
 
     job_ends(api)
     monkeypatch.setattr(submission, at, interrupted)
-    assert await pipelinerl(*arguments) == 130
-    assert told in capsys.readouterr().err
+    assert told in await errors_of(capsys, 130, *arguments)
     assert bool(api._rendered.objects) is is_there
 
 
@@ -273,13 +273,12 @@ async def test_a_watch_survives_an_api_that_is_away_dropped_connections_and_a_ne
 
 async def test_a_run_that_failed_is_told_with_its_reason_and_stays(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     publish(api, phase="Failed", reason="reward.scorer = 'x': no such module")
-    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
-    said = capsys.readouterr().err
+    said = await errors_of(capsys, 1, *ATTACH)
     assert "the run failed: reward.scorer = 'x': no such module" in said
     assert "kubectl -n train --context tests logs -l app.kubernetes.io/instance=own" in said
     assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
-    assert await pipelinerl("submit", "--attach", "other", "-n", NAMESPACE) == 1
-    assert "found no run of release other in namespace train" in capsys.readouterr().err
+    said = await errors_of(capsys, 1, "submit", "--attach", "other", "-n", NAMESPACE)
+    assert "found no run of release other in namespace train" in said
 
 
 @pytest.mark.parametrize(
@@ -287,8 +286,8 @@ async def test_a_run_that_failed_is_told_with_its_reason_and_stays(api: ApiServe
     [
         (Permission("configmaps", "list"), ("runs", "-n", NAMESPACE)),
         (Permission("statefulsets", "list", "apps"), ("runs", "-n", NAMESPACE)),
-        (Permission("pods", "list"), ("submit", "--attach", "own", "-n", NAMESPACE)),
-        (Permission("pods/portforward", "get"), ("submit", "--attach", "own", "-n", NAMESPACE)),
+        (Permission("pods", "list"), ATTACH),
+        (Permission("pods/portforward", "get"), ATTACH),
     ],
 )
 async def test_a_right_that_is_missing_is_named(
@@ -297,8 +296,7 @@ async def test_a_right_that_is_missing_is_named(
     api.withheld = {withheld}
     publish(api, steps="4", phase="Running")
     api.put(pod("own-pipelinerl-trainer-0", "trainer", **READY))
-    assert await pipelinerl(*command) == 1
-    assert f"resources [{withheld.resource}], verbs [{withheld.verb}" in capsys.readouterr().err
+    assert f"resources [{withheld.resource}], verbs [{withheld.verb}" in await errors_of(capsys, 1, *command)
 
 
 # --- fetching
@@ -355,16 +353,15 @@ async def test_a_foreign_release_is_not_removed(api: ApiServer, run_dir: Path, c
     dashboard = {"name": "own-pipelinerl-dashboard-run", "labels": {INSTANCE: "own"}}
     api._rendered.objects.append({"kind": "ConfigMap", "metadata": dashboard})
     publish(api, phase="Finished", run="volume", steps="0")
-    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 0
+    assert await pipelinerl(*ATTACH) == 0
     assert "remove      helm uninstall own -n train" in capsys.readouterr().out
     assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
     assert Path("runs", "own", "report.html").is_file()
 
     publish(api, phase="Finished", run="volume", steps="0", policyVersion="9")  # other weights of the same size
-    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 2
-    assert "--output = 'runs/own': has other files; give a folder that is empty" in capsys.readouterr().err
+    assert "--output = 'runs/own': has other files; give a folder that is empty" in await errors_of(capsys, 2, *ATTACH)
     Path("runs", "own", ".submitted").write_text("another installation 9")
-    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 2
+    assert await pipelinerl(*ATTACH) == 2
 
 
 async def test_an_installation_that_helm_refuses_removes_nothing(api: ApiServer, release: Release, tmp_path: Path) -> None:
@@ -400,21 +397,18 @@ async def test_results_that_cannot_be_fetched_remove_nothing(
     monkeypatch.setattr(submission, "_GIVE_UP_S", 0.0)
     publish(api, phase="Finished", run="volume", steps="0")
     api.execute = breaks
-    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
-    said = capsys.readouterr().err
+    said = await errors_of(capsys, 1, *ATTACH)
     assert "pods/exec: no answer: the connection ended; nothing has arrived for 0 s; runs/own keeps the parts" in said
     assert "nothing was removed; fetch the results again with: pipelinerl submit --attach own -n train" in said
     kept = Path("runs", "own", "checkpoint", "model.safetensors")
     assert 0 < kept.stat().st_size < 5 * 4096 < (run_dir / "checkpoint" / kept.name).stat().st_size
     api.execute = execute
-    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 0
+    assert await pipelinerl(*ATTACH) == 0
     assert kept.read_bytes() == (run_dir / "checkpoint" / kept.name).read_bytes()
     (run_dir / "recipe.yaml").unlink()
-    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
-    assert "lacks recipe.yaml" in capsys.readouterr().err
+    assert "lacks recipe.yaml" in await errors_of(capsys, 1, *ATTACH)
     api.withheld = {Permission("pods/exec", "get")}
-    assert await pipelinerl("submit", "--attach", "own", "-n", NAMESPACE) == 1
-    assert "resources [pods/exec], verbs [get, create]" in capsys.readouterr().err
+    assert "resources [pods/exec], verbs [get, create]" in await errors_of(capsys, 1, *ATTACH)
     assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
 
 
@@ -497,8 +491,7 @@ def test_runs_are_listed_with_what_is_known_of_them() -> None:
 
 
 async def test_the_list_is_a_table_for_people(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await pipelinerl("runs", "-n", NAMESPACE) == 0
-    assert "no runs in namespace train" in capsys.readouterr().err
+    assert "no runs in namespace train" in await errors_of(capsys, 0, "runs", "-n", NAMESPACE)
     publish(api, run="own\x1b[2J", phase="Running", steps="8", step="3", heldoutAccuracy="0.5", lag="1.25")
     assert await pipelinerl("runs", "-n", NAMESPACE) == 0
     header, line = capsys.readouterr().out.splitlines()

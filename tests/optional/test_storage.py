@@ -22,15 +22,14 @@ from pyarrow.fs import FileSelector, FileSystem
 from pipelinerl.errors import FieldError
 from pipelinerl.service.retry import Backoff
 from pipelinerl.transfer import stores
-from pipelinerl.transfer.stores import LogStore, ObjectMissing, StoreError, open_store
+from pipelinerl.transfer.stores import ObjectMissing, StoreError, open_store
 from pipelinerl.transfer.weight_log import Replica, WeightLog
 from services.trainer.checkpoint import store as uploads
 from services.trainer.checkpoint.store import LATEST, MANIFEST
-from tests.support.machine import free_port
+from tests.support.machine import free_port, until_logged
 from tests.unit.builders import RUN
-from tests.unit.test_training_run import until_logged
 from tests.unit.test_uploads import fetched, model
-from tests.unit.test_weight_log import MIXED, History, run_history, torn
+from tests.unit.test_weight_log import MIXED, History, content, run_history, torn
 from tests.unit.trainer_fakes import training_run
 
 pytest.importorskip("moto", reason="no moto: make test-storage has it")
@@ -157,10 +156,6 @@ async def test_what_a_server_does_costs_retries_and_a_model_is_there_whole_or_no
 
 
 LOG = "s3://models/team/log"
-
-
-async def content(store: LogStore, key: str) -> bytes:
-    return b"".join([piece async for piece in store.get(key)])
 
 
 @pytest.mark.timeout(300)

@@ -10,15 +10,13 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
-
 from benchmarks.nats_server import NatsServer, delete_streams
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER, authorization
 from pipelinerl.bus.protocol import FROM_ACTOR, NO_HEADERS, ControlMessage, Headers, StreamLimits
 from pipelinerl.errors import BusError
-from tests.support.machine import free_port, until
+from tests.support.machine import free_port
 
 T = TypeVar("T")
 
@@ -48,10 +46,6 @@ async def persistently(call: Callable[[], Awaitable[T]]) -> T:
                 return await call()
             except BusError:
                 await asyncio.sleep(0.01)
-
-
-async def logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    await until(lambda: text in caplog.text)
 
 
 @asynccontextmanager

@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from random import SystemRandom
 from unittest.mock import patch
 
+import pytest
+
 
 def free_port() -> int:
     """Return a free port below the range from which Linux serves clients and port 0, so that no other process is given it."""
@@ -67,6 +69,10 @@ async def until(condition: Callable[[], object], timeout_s: float = 150.0) -> No
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+async def until_logged(caplog: pytest.LogCaptureFixture, text: str, times: int = 1) -> None:
+    await until(lambda: caplog.text.count(text) >= times)
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
+import pytest
 import yaml
 from grpc import aio
 
+from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ServiceAddress, VerifierSettings, read_address
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
@@ -25,7 +24,8 @@ from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyRequest, VerifyRe
 from services.verifier.confinement import children
 from services.verifier.server import serve
 from tests.support.certificates import serial_of
-from tests.support.machine import ends_within
+from tests.support.exposition import metric
+from tests.support.machine import ends_within, until, wait_until
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "tests/integration"
@@ -51,6 +51,9 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     def register(self, server: aio.Server) -> None:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, server)
 
+    def serving(self, host: str = "127.0.0.1", port: int = 0, **options: Any) -> AbstractAsyncContextManager[int]:
+        return serve_grpc(self.register, [], host, port, **{"stop_grace_s": 0.1} | options)
+
     async def Verify(self, request: VerifyRequest, context: aio.ServicerContext) -> VerifyResponse:
         self.calls += 1
         shown = context.auth_context().get("x509_pem_cert", [])
@@ -71,11 +74,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
 async def sample(address: ServiceAddress, name: str) -> float:
     """One sample by its name without prefix, with labels but the run's; 0 when it is not there yet."""
-    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-        text = (await client.get(f"http://{address.http}/metrics")).text
-    text = re.sub(r'\{run="[^"]*"\}|run="[^"]*",|,run="[^"]*"', "", text)
-    found = re.search(rf"^pipelinerl_verifier_{re.escape(name)} (\S+)$", text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
+    return await asyncio.to_thread(metric, address.http, f"pipelinerl_verifier_{name}")
 
 
 class Verifier:
@@ -93,11 +92,8 @@ class Verifier:
         return (self._folder / "log").read_text()
 
     def wait_until_serving(self) -> Verifier:
-        deadline_s = time.monotonic() + START_S
-        while not (self._folder / "address.json").exists():
-            assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline_s, self.log
-            time.sleep(0.02)  # a file of another process: nothing to wait on
+        wait_until(lambda: (self._folder / "address.json").exists() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log
         return self
 
 
@@ -137,7 +133,7 @@ def verifier(folder: Path, data: dict[str, Any], **environment: object) -> Itera
 
 @asynccontextmanager
 async def serving(folder: Path, data: dict[str, Any], **settings: Any) -> AsyncIterator[ServiceAddress]:
-    """The same in this process, which costs less than one of its own."""
+    """The same in this process, which costs less than one of its own. Workers look for modules where this process does."""
     (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
     where = {"run": "test", "recipe": folder / "recipe.yaml", "instance": "verifier-0", "workers": 1}
     address, stop = folder / "address.json", asyncio.Event()
@@ -148,13 +144,13 @@ async def serving(folder: Path, data: dict[str, Any], **settings: Any) -> AsyncI
             LogContext("test", "verifier", "verifier-0"),
         )
     )
-    try:
-        async with asyncio.timeout(START_S):
-            while not address.exists() and not task.done():
-                await asyncio.sleep(0.02)
-        if task.done():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(HERE)
+        try:
+            await until(lambda: address.exists() or task.done())
+            if task.done():
+                await task
+            yield read_address(address)
+        finally:
+            stop.set()
             await task
-        yield read_address(address)
-    finally:
-        stop.set()
-        await task

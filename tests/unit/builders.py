@@ -155,3 +155,11 @@ def evaluation(version: int) -> dict[str, Any]:
 
 def accuracy_at(mean: float, lower_bound: float, unanswered: int) -> Accuracy:
     return Accuracy(Estimate(mean, mean, mean), lower_bound, unanswered)
+
+
+def checkpoint(run: Path, version: int, state: str = "{}") -> Path:
+    """The folder of a checkpoint that a run may go on from."""
+    folder = run / "checkpoints" / f"step-{version}"
+    (folder / "resume").mkdir(parents=True, exist_ok=True)
+    (folder / "resume" / "run.json").write_text(state)
+    return folder

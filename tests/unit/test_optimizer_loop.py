@@ -23,6 +23,7 @@ from services.trainer.checkpoint.run_state import load_run_state
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.run import TrainingRun
+from tests.support.machine import until
 from tests.unit.builders import accuracy_at
 from tests.unit.trainer_fakes import FakeActor, FakePolicy, FakeSnapshot, FakeUpdater, ready_group, serving, training_run
 
@@ -178,13 +179,11 @@ async def test_a_long_evaluation_stops_no_step_and_actors_get_the_newest_version
         one.run.evaluator.evaluate = evaluate  # type: ignore[method-assign]
         one.run.intake.take_batch = take_batch  # type: ignore[method-assign]
         running = asyncio.create_task(one.loop.run())
-        while one.loop.version < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: one.loop.version >= 3)
         updater: Any = one.run.updater
         assert (updater.offered, updater.served_version) == ([0, 1], 0)
         generated.set()
-        while updater.served_version < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: updater.served_version >= 3)
         allowed.set()
         await running
         assert updater.offered == [0, 1, 3, 4]

@@ -24,6 +24,7 @@ from services.trainer.loading import load_tokenizer
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
 from tests.unit.builders import make_recipe, model_folder
 
+HI = [{"role": "user", "content": "Hi"}]
 NEXT_ROLE = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{{ '<|assistant|>\n' if add_generation_prompt else '' }}"
@@ -85,7 +86,7 @@ def test_a_prompt_is_what_its_template_writes_and_no_token_more(template: str, w
     assert tokenizer.encode("Hi")[0] == tokenizer.bos_token_id
     assert prompt_of(tokenizer) == written
     plain = tokenizer.encode(written, add_special_tokens=False)
-    assert TemplateFormat(tokenizer).render([{"role": "user", "content": "Hi"}], []) == plain
+    assert TemplateFormat(tokenizer).render(HI, []) == plain
     assert prompt_of(tokenizer, "<s>Hi", prompt_style="plain") == "<s><s>Hi"
     plain = _plain_ids("<s>Hi", tokenizer)
     assert plain.count(tokenizer.bos_token_id) == 1
@@ -98,13 +99,12 @@ def test_variables_of_a_template_are_set_and_stay_with_the_policy(tmp_path: Path
     tokenizer = tokenizer_with(CHATML)
     use_chat_template(tokenizer, model)
     assert prompt_of(tokenizer) == asked + thoughtless
-    episode = chat_format(tokenizer, model).render([{"role": "user", "content": "Hi"}], [])
+    episode = chat_format(tokenizer, model).render(HI, [])
     assert tokenizer.decode(episode) == asked + thoughtless
     tokenizer.save_pretrained(tmp_path)
     served = AutoTokenizer.from_pretrained(tmp_path)
-    messages = [{"role": "user", "content": "Hi"}]
-    assert served.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == asked + thoughtless
-    assert served.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=True) == asked
+    assert served.apply_chat_template(HI, tokenize=False, add_generation_prompt=True) == asked + thoughtless
+    assert served.apply_chat_template(HI, tokenize=False, add_generation_prompt=True, enable_thinking=True) == asked
 
 
 def test_a_familys_renderer_is_taken_with_its_variables_or_left() -> None:
@@ -112,11 +112,11 @@ def test_a_familys_renderer_is_taken_with_its_variables_or_left() -> None:
     tokenizer = tokenizer_with(THINKS)
     tokenizer.learns = True
     qwen = chat_format(tokenizer, ModelConfig(name="Qwen/Qwen3-8B"))
-    qwen.render([{"role": "user", "content": "Hi"}], [])
+    qwen.render(HI, [])
     tokenizer.learns = False
     model = ModelConfig(name="Qwen/Qwen3-8B", chat_template_kwargs={"enable_thinking": False})
     use_chat_template(tokenizer, model)
-    without = chat_format(tokenizer, model).render([{"role": "user", "content": "Hi"}], [])
+    without = chat_format(tokenizer, model).render(HI, [])
     assert tokenizer.decode(without).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
@@ -124,16 +124,15 @@ def test_a_familys_renderer_is_taken_with_its_variables_or_left() -> None:
 def test_thoughts_that_a_template_strips_begin_a_branch_and_others_are_extended(template: str) -> None:
     tokenizer = tokenizer_with(template)
     chat = TemplateFormat(tokenizer)
-    asked = [{"role": "user", "content": "Hi"}]
-    said = [*asked, {"role": "assistant", "content": "<think>hm</think>Yes"}, {"role": "user", "content": "Why"}]
-    context, sampled = chat.render(asked, []), tokenizer.encode("<think>hm</think>Yes<|im_end|>")
+    said = [*HI, {"role": "assistant", "content": "<think>hm</think>Yes"}, {"role": "user", "content": "Why"}]
+    context, sampled = chat.render(HI, []), tokenizer.encode("<think>hm</think>Yes<|im_end|>")
     extended = chat.extend(context, sampled, said, 2, [])
     after = tokenizer.encode("\n<|im_start|>user\nWhy<|im_end|>\n<|im_start|>assistant\n")
     assert extended == ([*context, *sampled, *after] if "keeps = true" in template else None)
     assert ("hm" in tokenizer.decode(chat.render(said, []))) is ("keeps = true" in template)
     tokenizer = tokenizer_with(CHATML + "{{ '<think>' if add_generation_prompt else '' }}")
-    chat, cut = TemplateFormat(tokenizer), [*asked, {"role": "assistant", "content": "hm"}, said[-1]]
-    assert chat.extend(chat.render(asked, []), tokenizer.encode("hm<|im_end|>"), cut, 2, []) is None
+    chat, cut = TemplateFormat(tokenizer), [*HI, {"role": "assistant", "content": "hm"}, said[-1]]
+    assert chat.extend(chat.render(HI, []), tokenizer.encode("hm<|im_end|>"), cut, 2, []) is None
 
 
 def test_a_turn_that_the_next_roles_token_ends() -> None:
@@ -174,7 +173,7 @@ def test_an_engines_tokenizer_writes_the_recipes_template_too() -> None:
     tokenizer = maybe_make_thread_pool(tokenizer_with(CHATML))
     model = ModelConfig(name="m", chat_template=THINKS, chat_template_kwargs={"enable_thinking": False})
     use_chat_template(tokenizer, model)
-    rendered = chat_format(tokenizer, model).render([{"role": "user", "content": "Hi"}], [])
+    rendered = chat_format(tokenizer, model).render(HI, [])
     assert tokenizer.decode(rendered).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert prompt_of(tokenizer).endswith("<think>\n\n</think>\n\n")
 
@@ -290,7 +289,7 @@ def test_a_token_that_the_model_lacks_is_named_before_a_run(tmp_path: Path, monk
 def test_tools_with_a_template_that_refuses_everything_are_refused_in_words() -> None:
     tokenizer = tokenizer_with("{% for d in documents %}{{ d }}{% endfor %}{{ messages[0].content }}")
     with pytest.raises(Unrenderable, match="does not take these messages: 'NoneType' object is not iterable"):
-        chat_format(tokenizer, ModelConfig(name="mine")).render([{"role": "user", "content": "Hi"}], [])
+        chat_format(tokenizer, ModelConfig(name="mine")).render(HI, [])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from pipelinerl.audit.journal import Journal, read_events
 from pipelinerl.commands.replay import check_override, replay, rollback
 from pipelinerl.errors import FieldError, ServiceError
-from pipelinerl.messages.sequences import Branch, Sequence, VersionSpan
+from pipelinerl.messages.sequences import Sequence, VersionSpan
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.recipe.loading import load_recipe, recipe_yaml
 from pipelinerl.run_dir import RunDir, resumable
@@ -25,7 +26,7 @@ from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
 from services.trainer.replay import Options, digests, line, nearest_start, plan_of, verdict
 from tests.support.learner import EPISODES, episodes_of, group_of, model_of, sequences_of
-from tests.unit.builders import model_folder
+from tests.unit.builders import checkpoint, model_folder
 
 ABOUT = {"recipe": {"name": "r"}, "threads": 2}
 
@@ -147,17 +148,14 @@ def recorded(run_dir: Path) -> Path:
     """A run with four steps and a checkpoint of version 2."""
     for step in range(1, 5):
         write_step(run_dir, RecordedStep(step, batch(), ABOUT))
-    (run_dir / "checkpoints" / "step-2" / "resume").mkdir(parents=True)
-    (run_dir / "checkpoints" / "step-2" / "resume" / "run.json").write_text("{}")
+    checkpoint(run_dir, 2)
     return run_dir
 
 
 def test_the_replay_begins_at_the_newest_checkpoint_before_the_first_step(tmp_path: Path) -> None:
     assert nearest_start(tmp_path, 5) == (0, None)
     for version in (2, 4, 6):
-        folder = tmp_path / "checkpoints" / f"step-{version}" / "resume"
-        folder.mkdir(parents=True)
-        (folder / "run.json").write_text("{}")
+        checkpoint(tmp_path, version)
     assert nearest_start(tmp_path, 5) == (4, tmp_path / "checkpoints" / "step-4" / "resume")
     assert nearest_start(tmp_path, 4)[0] == 2  # step 4 begins at version 3
 
@@ -188,8 +186,9 @@ def test_the_verdict_says_what_was_compared() -> None:
     assert line(7, "b" * 64, "a" * 64, now, {}, False).startswith(f"step     7  {'b' * 12} DIFFERS from {'a' * 12}  loss 1e-09")
 
 
-def test_branches_without_turns_stay_so() -> None:
-    assert all(not branch.turns for one in batch()[0].sequences for branch in one.all_branches if type(branch) is Branch)
+def refused(command: Callable[[Namespace], object], said: str, given: Namespace) -> None:
+    with pytest.raises(FieldError, match=said):
+        command(given)
 
 
 @pytest.mark.parametrize(
@@ -222,14 +221,11 @@ def test_an_experiment_cannot_change_what_was_decided_before_its_data(field: str
     ],
 )
 def test_a_replay_that_cannot_work_is_refused(tmp_path: Path, record: bool, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(FieldError, match="no such folder"):
-        replay(arguments(tmp_path / "elsewhere"))
-    with pytest.raises(FieldError, match=r"recipe\.yaml"):
-        replay(arguments(tmp_path))
+    refused(replay, "no such folder", arguments(tmp_path / "elsewhere"))
+    refused(replay, r"recipe\.yaml", arguments(tmp_path))
     (tmp_path / "run.json").write_text('{"run": "try"}')
     (tmp_path / "recipe.yaml").write_text(recipe_yaml(load_recipe("arithmetic", [f"record={str(record).lower()}"])))
-    with pytest.raises(FieldError, match=says):
-        replay(arguments(tmp_path, **options))
+    refused(replay, says, arguments(tmp_path, **options))
 
 
 def test_a_rollback_sets_the_later_checkpoints_aside(
@@ -237,30 +233,26 @@ def test_a_rollback_sets_the_later_checkpoints_aside(
 ) -> None:
     run = tmp_path / "a run"
     for version in (2, 4, 6):
-        (run / "checkpoints" / f"step-{version}" / "resume").mkdir(parents=True)
-        (run / "checkpoints" / f"step-{version}" / "resume" / "run.json").write_text("{}")
+        checkpoint(run, version)
     model = ["model.source=path", f"model.name={model_folder(tmp_path / 'model')}"]
     (run / "recipe.yaml").write_text(recipe_yaml(load_recipe("arithmetic", ["record=true", *model])))
     (run / "lineage.json").write_text('{"run": "try"}')
-    with pytest.raises(FieldError, match="no trainer of this run has started"):
-        rollback(Namespace(run=run, to=4))
-    with Journal(run / "ledger.jsonl"), pytest.raises(FieldError, match="a trainer or a rollback of"):  # as in another pod
-        rollback(Namespace(run=run, to=4))
+    refused(rollback, "no trainer of this run has started", Namespace(run=run, to=4))
+    with Journal(run / "ledger.jsonl"):  # as in another pod
+        refused(rollback, "a trainer or a rollback of", Namespace(run=run, to=4))
     (run / "run.json").write_text('{"run": "try"}')
     (run / "summary.json").write_text("{}")
     (run / "undone" / "1").mkdir(parents=True)  # of an earlier rollback
-    with pytest.raises(FieldError, match="continues anyway"):
-        rollback(Namespace(run=run, to=6))
-    with RunDir(run, "try").locked(), pytest.raises(FieldError, match="another command is using it"):
-        rollback(Namespace(run=run, to=4))
+    refused(rollback, "continues anyway", Namespace(run=run, to=6))
+    with RunDir(run, "try").locked():
+        refused(rollback, "another command is using it", Namespace(run=run, to=4))
     monkeypatch.setattr(
         "subprocess.run",
         lambda command, **_: CompletedProcess(command, int(json.loads(command[-1]) == {"last": 3, "checkpoint": True})),
     )
     assert rollback(Namespace(run=run, to=3)) == 1, "a digest differs"
-    (run / "checkpoints" / "step-2" / "resume" / "run.json").write_text("{")
-    with pytest.raises(FieldError, match=r"step-2.* is damaged.*remove"):
-        rollback(Namespace(run=run, to=2))
+    checkpoint(run, 2, "{")
+    refused(rollback, r"step-2.* is damaged.*remove", Namespace(run=run, to=2))
     assert list(resumable(run)) == [2, 4, 6]
     assert list(read_events(run / "ledger.jsonl")) == []
     assert rollback(Namespace(run=run, to=4)) == 0

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pipelinerl.rl.autoscaling import ReplicasWanted, replicas_wanted
@@ -11,7 +10,6 @@ from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.reporting.metrics import replica_advice
 from tests.unit.builders import make_recipe
 
-RATES = st.floats(0.01, 1000.0)
 MANY = 1_000_000
 
 
@@ -154,7 +152,7 @@ def test_the_metric_has_no_value_until_it_is_known() -> None:
     advice.actors({"a": load(60, 60.0, 8)})  # one a second
     for _ in range(4):
         assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") is None
-        assert f"# TYPE {'pipelinerl_actor_replicas_wanted'} gauge" in generate_latest(registry).decode()
+        assert "# TYPE pipelinerl_actor_replicas_wanted gauge" in generate_latest(registry).decode()
         advice.step(10, 2.0)
     assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 5.0
     advice.actors({"a": load(600, 60.1, 8)}, measuring=True)

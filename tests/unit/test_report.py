@@ -252,15 +252,17 @@ def test_a_real_browser_draws_it(tmp_path: Path) -> None:
     ],
 )
 def test_axes_and_the_bands_and_labels_of_the_ledger(expression: str, value: object) -> None:
-    script = f"{asset('charts.js')}{asset('flow.js')}; console.log(JSON.stringify({expression}))"
-    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(done.stdout) == pytest.approx(value)
+    assert in_node("flow.js", expression) == pytest.approx(value)
+
+
+def in_node(name: str, expression: str) -> Any:
+    """What it is where the script `name` is loaded."""
+    script = f"{asset('charts.js')}{asset(name)}; console.log(JSON.stringify({expression}))"
+    return json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True).stdout)
 
 
 def read_by_the_page(function: str, texts: list[str]) -> Any:
-    called = f"{json.dumps(texts)}.map(PrlSamples.parts.{function})"
-    script = f"{asset('charts.js')}{asset('samples.js')}; console.log(JSON.stringify({called}))"
-    return json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True).stdout)
+    return in_node("samples.js", f"{json.dumps(texts)}.map(PrlSamples.parts.{function})")
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
@@ -342,6 +344,4 @@ ONE_SET = {"accuracy": ESTIMATE, "pass_at": {"2": ESTIMATE, "8": {"value": 0.9}}
 )
 def test_what_is_said_of_the_sets_of_an_evaluation(sets: dict[str, Any], note: str) -> None:
     point = json.dumps({"accuracy": 0.7, "lower_bound": 0.7, "sets": sets})
-    script = f"{asset('charts.js')}{asset('views.js')}; console.log(PrlViews.heldoutNote({point}))"
-    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.rstrip("\n") == note
+    assert in_node("views.js", f"PrlViews.heldoutNote({point})") == note

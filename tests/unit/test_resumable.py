@@ -38,6 +38,11 @@ def run_folder(path: Path, checkpoints: tuple[int, ...] = (), **trainer: Any) ->
     return run
 
 
+def cannot_go_on(run: RunDir, said: str, error: type[UserError] = FieldError, overrides: list[str] | None = None) -> None:
+    with pytest.raises(error, match=said):
+        resume(run, None, overrides or [])
+
+
 @contextmanager
 def process(*arguments: str, **environment: str) -> Iterator[int]:
     pipe, env = subprocess.PIPE, {**os.environ, **environment}
@@ -81,28 +86,23 @@ def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", (5,))
     original = run.recipe.read_text()
     run.recipe.write_text(original.replace("clamp: 5.0", "clamp: 3.0"))
-    with pytest.raises(UserError, match=r"algorithm\.clamp: 5\.0 → 3\.0"):
-        resume(run)
+    cannot_go_on(run, r"algorithm\.clamp: 5\.0 → 3\.0", UserError)
     run.recipe.write_text(original)
     state = run.checkpoints / "step-5" / "resume" / "run.json"
     current = dict(read_json(state))
     write_json(state, {**current, "format": 2})
-    with pytest.raises(FieldError, match=r"of policy version 5 has format 2, .*finish the run with the release that wrote it"):
-        resume(run)
+    cannot_go_on(run, r"of policy version 5 has format 2, .*finish the run with the release that wrote it")
     for damaged in ("[]", "{}", "{"):
         state.write_text(damaged)
-        with pytest.raises(FieldError, match=r"--resume = .*its newest checkpoint cannot be read: .*; restore the file"):
-            resume(run)
+        cannot_go_on(run, r"--resume = .*its newest checkpoint cannot be read: .*; restore the file")
     write_json(state, current)
     (run.path / JOURNAL).write_text("damaged\n")
-    with pytest.raises(UserError, match=r"ledger.jsonl: the line at byte 0 is not an event: .*; restore the file from a copy"):
-        resume(run)
+    cannot_go_on(run, r"ledger.jsonl: the line at byte 0 is not an event: .*; restore the file from a copy", UserError)
     (run.path / JOURNAL).write_text('{"event": "checkpoint"}\n')
     resume(run)
     (run.path / JOURNAL).unlink()
     (run.path / "lineage.json").unlink()
-    with pytest.raises(FieldError, match=r"--resume = .*lineage.json is missing: restore it"):
-        resume(run)
+    cannot_go_on(run, r"--resume = .*lineage.json is missing: restore it")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -129,8 +129,7 @@ def test_a_run_whose_process_lives_is_refused_and_the_process_named(tmp_path: Pa
     run = run_folder(tmp_path / "run")
     with process(PIPELINERL_RECIPE=str(run.recipe.resolve())) as trainer, process() as stranger:
         write_json(run.pids, {"nats": stranger, "trainer": trainer})
-        with pytest.raises(FieldError, match=rf"the run is still running: trainer \(pid {trainer}\); wait for its end"):
-            resume(run)
+        cannot_go_on(run, rf"the run is still running: trainer \(pid {trainer}\); wait for its end")
         assert living(run) == running_pids(run) == {"trainer": trainer}
     assert resume(run)[1] == ["tiny-run: there is no checkpoint; the run starts again from version 0"]
     with pytest.raises(FieldError, match="the run has ended"):
@@ -147,8 +146,7 @@ def test_a_pid_that_came_again_for_another_program_is_not_the_runs_and_unreadabl
     run = run_folder(tmp_path)
     for content in ("{", "[1]", '{"trainer": "x"}'):
         run.pids.write_text(content)
-        with pytest.raises(FieldError, match=r"its pids\.json cannot be read"):
-            resume(run)
+        cannot_go_on(run, r"its pids\.json cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -167,8 +165,7 @@ def test_a_run_goes_on_to_its_end(tmp_path: Path, taken: int, steps: int, summar
     if summary is not None:
         write_json(run.summary, {"steps": taken, **summary})
     if refused:
-        with pytest.raises(FieldError, match=refused):
-            resume(run, None, [f"trainer.steps={steps}"])
+        cannot_go_on(run, refused, FieldError, [f"trainer.steps={steps}"])
     else:
         _, notes = resume(run, None, [f"trainer.steps={steps}"])
         assert notes[0].endswith(f"the checkpoint of version {taken}")
@@ -180,8 +177,7 @@ def test_a_run_goes_on_to_its_end(tmp_path: Path, taken: int, steps: int, summar
 def test_the_scale_stays_unless_the_user_says_how_many(tmp_path: Path, overrides: list[str], stays: bool) -> None:
     run = run_folder(tmp_path)
     run.scale.write_text('{"actors": 2}')
-    with pytest.raises(RecipeError, match=r"actor\.count = 0: a run on one machine needs at least 1"):
-        resume(run, None, ["actor.count=0"])
+    cannot_go_on(run, r"actor\.count = 0: a run on one machine needs at least 1", RecipeError, ["actor.count=0"])
     assert run.scale.is_file(), "nothing is changed where it cannot go on"
     resume(run, None, overrides)
     assert run.scale.is_file() is stays

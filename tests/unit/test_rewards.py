@@ -162,6 +162,11 @@ SOLUTION = "class Solution:\n    def add(self, a, b):\n        return a + b"
 FUNCTION = "def add(a, b):\n    return a + b"
 
 
+def of_code(row: dict[str, Any], answer: str, **config: Any) -> Score:
+    limits = {"test_timeout_s": 60.0, "timeout_s": 600.0}
+    return code_scorer(RewardConfig(scorer="code", **limits | config))(RewardInput("", answer, answer, {"row": row}))
+
+
 @pytest.mark.parametrize(
     ("row", "answer", "value", "reason"),
     [
@@ -186,8 +191,7 @@ FUNCTION = "def add(a, b):\n    return a + b"
     ],
 )
 def test_code_is_worth_the_tests_that_it_passes(row: dict[str, Any], answer: str, value: float, reason: str) -> None:
-    limits = {"test_timeout_s": 1.0 if "took more" in reason else 60.0, "timeout_s": 600.0}
-    score = code_scorer(RewardConfig(scorer="code", binary=False, **limits))(RewardInput("", answer, answer, {"row": row}))
+    score = of_code(row, answer, test_timeout_s=1.0 if "took more" in reason else 60.0, binary=False)
     assert score.value == value
     assert reason in score.reason
 
@@ -235,11 +239,10 @@ add = lambda a, b: Same()""",
 
 @pytest.mark.parametrize("name", DECEIVERS)
 def test_programs_that_set_out_to_deceive_earn_nothing(name: str) -> None:
-    scorer = code_scorer(RewardConfig(scorer="code", test_timeout_s=60.0, timeout_s=600.0))
     check = {"tests": "def check(candidate):\n    assert candidate(2, 3) == 5", "entry_point": "add"}
     for row in ({"tests": ADD_CALL}, {"tests": ["assert add(2, 3) == 5"]}, check):
         for program, value in ((DECEIVERS[name], 0.0), (f"{FUNCTION}\nprint(5)\nraise SystemExit", 1.0)):
-            assert scorer(RewardInput("", program, program, {"row": row})).value == value
+            assert of_code(row, program).value == value
 
 
 @pytest.mark.parametrize(
@@ -274,26 +277,21 @@ def test_programs_that_set_out_to_deceive_earn_nothing(name: str) -> None:
     ],
 )  # fmt: skip
 def test_rows_and_answers_of_users_are_understood(row: dict[str, Any], program: str) -> None:
-    scorer = code_scorer(RewardConfig(scorer="code", test_timeout_s=60.0, timeout_s=600.0))
-    assert scorer(RewardInput("", program, program, {"row": row})).value == 1.0
+    assert of_code(row, program).value == 1.0
     broken = "1" if "```" in program else f"{program.replace('a + b', 'a - b')}\nraise ValueError"
-    wrong = f"```python\n{broken}\n```"
-    assert scorer(RewardInput("", wrong, wrong, {"row": row})).value == 0.0
+    assert of_code(row, f"```python\n{broken}\n```").value == 0.0
 
 
 @pytest.mark.parametrize("printed", ["a 0.51\n2.0", "a 0.5", "b 0.5\n2.0", "a 0.5 0.5\n2.0", "a 1e999\n2.0", "a nan\n2.0"])
 def test_what_is_printed_instead_of_a_number_with_a_decimal_point_is_wrong(printed: str) -> None:
-    row = {"tests": [{"input": "", "output": "a 0.500000\n2.0"}]}
-    program = f"print({printed!r})"
-    assert code_scorer(RewardConfig(scorer="code"))(RewardInput("", program, program, {"row": row})).value == 0.0
+    assert of_code({"tests": [{"input": "", "output": "a 0.500000\n2.0"}]}, f"print({printed!r})").value == 0.0
 
 
 def test_a_message_that_is_none_ends_the_tests_whatever_they_catch() -> None:
     tests = "try:\n    add(2, 3)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError"
     program = "import os\ndef add(a, b):\n    for number in range(3, 9):\n        try: os.write(number, b'no message\\n')\n"
     program += "        except OSError: pass\n    return 6"
-    score = code_scorer(RewardConfig(scorer="code"))(RewardInput("", program, program, {"row": {"tests": tests}}))
-    assert score.value == 0.0
+    assert of_code({"tests": tests}, program).value == 0.0
 
 
 def test_code_takes_the_tests_of_a_parquet_files_rows(tmp_path: Path) -> None:
@@ -315,7 +313,7 @@ NO_TESTS = (None, [], "", "[", 7, [7], {"inputs": ["1"], "outputs": []}, [{"inpu
 @pytest.mark.parametrize("tests", [*NO_TESTS, packed(os.system), packed([]), packed("[")])
 def test_tests_that_are_none_are_told(tests: Any) -> None:
     with pytest.raises(BadReference, match="tests: "):
-        code_scorer(RewardConfig(scorer="code"))(RewardInput("", "x", "x", {"row": {"tests": tests}}))
+        of_code({"tests": tests}, "x")
 
 
 def test_one_line_functions_pass_their_own_tests_and_fail_without_brackets() -> None:
@@ -435,18 +433,18 @@ def test_a_users_number_or_mapping_is_the_score(user_module: str) -> None:
         assert reward(item("a", "a")).value == pytest.approx(value)
 
 
-def test_what_is_no_number_is_no_reward(user_module: str) -> None:
-    for name in ("word", "nothing"):
-        with pytest.raises(BadReward, match="not a number"):
-            user_scorer(f"house_rewards:{name}")(item("x"))
-    with pytest.raises(BadReward, match="the reward is a number too large"):
-        user_scorer("house_rewards:big")(item("x"))
-    with pytest.raises(FieldError, match="a generator function"):
-        user_scorer("house_rewards:several")
-    with pytest.raises(BadReward, match="has 129 entries; return at most 128"):
-        user_scorer("house_rewards:many")(item("x"))
-    with pytest.raises(BadReward, match=r"name of an entry has 101 characters; use at most 100: x{40}\.\.\."):
-        user_scorer("house_rewards:named")(item("x" * 101))
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((name, "not a number") for name in ("word", "nothing")),
+        ("big", "the reward is a number too large"),
+        ("many", "has 129 entries; return at most 128"),
+        ("named", r"name of an entry has 101 characters; use at most 100: x{40}\.\.\."),
+    ],
+)
+def test_what_is_no_number_is_no_reward(user_module: str, name: str, said: str) -> None:
+    with pytest.raises(BadReward, match=said):
+        user_scorer(f"house_rewards:{name}")(item("x" * 101))
     assert user_scorer("house_rewards:named")(item("\ud800")).parts == {"\ufffd": 1.0}
 
 
@@ -455,6 +453,7 @@ def test_what_is_no_number_is_no_reward(user_module: str) -> None:
     [
         ("house_rewards:haff", "haff does not exist in house_rewards; did you mean half"),
         ("house_rewards:two", "must take one argument.*of verl.*of TRL"),
+        ("house_rewards:several", "a generator function"),
         ("leaving_rewards:score", "cannot import leaving_rewards: SystemExit: 3 at .*leaving_rewards.py:2"),
         ("no_such_module:score", "cannot import no_such_module"),
         ("house_rewards.py:half", "cannot import house_rewards.py: .*; write house_rewards:half"),

@@ -3,12 +3,14 @@
 import json
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
 from pipelinerl.run_dir import RunDir, create_run_dir, new_place, trainer_starts
+from tests.unit.builders import checkpoint
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -16,6 +18,11 @@ NOW = datetime(2026, 3, 4, 5, 6, 7)
 @pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+def refused(said: str, *given: Any, **named: Any) -> None:
+    with pytest.raises(FieldError, match=said):
+        create_run_dir("arithmetic", NOW, *given, **named)
 
 
 def test_default_names_are_recipe_and_time_and_differ_within_a_second_and_are_valid_for_long_recipe_names() -> None:
@@ -68,28 +75,23 @@ def test_an_unusable_folder_or_name_is_refused_with_the_fix(made: list[str], giv
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     path = Path(given["path"]) if "path" in given else None
-    with pytest.raises(FieldError, match=said):
-        create_run_dir("arithmetic", NOW, given.get("name"), path)
+    refused(said, given.get("name"), path)
     assert not Path("new").exists()
 
 
 def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     run = create_run_dir("arithmetic", NOW, name="mine")
-    (run.checkpoints / "step-3" / "resume").mkdir(parents=True)
-    (run.checkpoints / "step-3" / "resume" / "run.json").write_text("{}")
-    (run.checkpoints / "step-3" / "weights").write_bytes(bytes(5000))
+    (checkpoint(run.path, 3) / "weights").write_bytes(bytes(5000))
     assert (run.checkpoint_bytes(), run.next_checkpoint_bytes(keep=1), run.next_checkpoint_bytes(keep=0)) == (5002, 5002, 0)
     unsaved = RunDir(Path("runs/unsaved"), "unsaved")
     assert [each.next_checkpoint_bytes(keep=1, first_bytes=9) for each in (run, unsaved)] == [5002, 9]
     (partial := run.checkpoints / ".step-4.partial-7").mkdir()
     assert run.next_checkpoint_bytes(keep=1) == 0, "its room is taken from what is free"
     partial.rmdir()
-    with pytest.raises(FieldError, match="but a run needs at least 1,000,000,000,268 MB"):
-        create_run_dir("arithmetic", NOW, first_checkpoint_bytes=10**18)
+    refused("but a run needs at least 1,000,000,000,268 MB", first_checkpoint_bytes=10**18)
     monkeypatch.setattr("pipelinerl.run_dir.LEAST_FREE_BYTES", 10**18)
     for given in ({}, {"name": "new"}, {"path": Path("deep/new")}):
-        with pytest.raises(FieldError, match=r"--run-dir = .*: its disk has [0-9,]+ MB free, but a run needs at least 1,000,"):
-            create_run_dir("arithmetic", NOW, **given)  # type: ignore[arg-type]
+        refused(r"--run-dir = .*: its disk has [0-9,]+ MB free, but a run needs at least 1,000,", **given)
     made = [path.name for path in Path().rglob("*") if path.is_dir() and path.parent.name != "mine"]
     assert sorted(made) == ["mine", "resume", "runs", "step-3"]
 
@@ -100,19 +102,17 @@ def test_what_never_came_to_training_does_not_block_its_name_unless_it_goes_on()
     (elsewhere := Path("elsewhere")).mkdir()
     (elsewhere / "kept").touch()
     (failed.path / "models").symlink_to(elsewhere.resolve())
-    with failed.locked(), pytest.raises(FieldError, match="--name = 'runs/mine': another command is using it"):
-        create_run_dir("arithmetic", NOW, name="mine")
+    with failed.locked():
+        refused("--name = 'runs/mine': another command is using it", name="mine")
     assert (failed.path / ".running").stat().st_mode & 0o777 == 0o600
     again = create_run_dir("arithmetic", NOW, name="mine")
     assert (again.log("verifier").exists(), (again.path / "models").exists(), (elsewhere / "kept").exists()) == (
         *(False, False), True,
     )  # fmt: skip
     (again.path / "lineage.json").touch()
-    with pytest.raises(FieldError, match="holds other files"):
-        create_run_dir("arithmetic", NOW, name="mine")
+    refused("holds other files", name="mine")
     (elsewhere / "kept").rename(elsewhere / "run.json")
-    with pytest.raises(FieldError, match="holds other files"):
-        create_run_dir("arithmetic", NOW, path=elsewhere)
+    refused("holds other files", path=elsewhere)
 
 
 def test_a_damaged_lineage_tells_no_starts(tmp_path: Path) -> None:

@@ -144,6 +144,11 @@ def file_task(path: Path, heldout: int = 2, **fields: Any) -> TaskConfig:
     return TaskConfig(source="jsonl", name="mine", path=str(path), heldout_problems=heldout, **fields)
 
 
+def refused(error: type[UserError], said: str, path: Path, **task: Any) -> None:
+    with pytest.raises(error, match=said):
+        make_source(file_task(path, **task), seed=0)
+
+
 ROWS = [{"prompt": f"q{number}", "answer": number} for number in range(10)]
 
 
@@ -204,14 +209,11 @@ def test_a_bad_line_is_named_by_file_line_and_field(row: Any, said: str, tmp_pat
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "p.docx").write_text("prompt,answer\n")
-    with pytest.raises(FieldError, match=r"task\.path.*give a \.jsonl, .* or \.parquet file"):
-        make_source(file_task(tmp_path / "p.docx"), seed=0)
+    refused(FieldError, r"task\.path.*give a \.jsonl, .* or \.parquet file", tmp_path / "p.docx")
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "q"}], "answer": "a"}])
-    with pytest.raises(UserError, match=r"line 1: field 'prompt' is a list of messages, .* use chat"):
-        make_source(file_task(path), seed=0)
+    refused(UserError, r"line 1: field 'prompt' is a list of messages, .* use chat", path)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9t\xe9", "answer": "a"}\n')
-    with pytest.raises(UserError, match=r"latin\.jsonl, line 1: not UTF-8: .* at byte 13"):
-        make_source(file_task(tmp_path / "latin.jsonl"), seed=0)
+    refused(UserError, r"latin\.jsonl, line 1: not UTF-8: .* at byte 13", tmp_path / "latin.jsonl")
     path = write_jsonl(tmp_path / "many.jsonl", [*ROWS, *["{"] * 12, {"prompt": " ", "answer": "a"}])
     with pytest.raises(UserError) as info:
         make_source(file_task(path), seed=0)
@@ -220,12 +222,10 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     assert [line.split(":")[0].strip() for line in lines] == [*(f"line {number}" for number in range(11, 21)), "and 3 more"]
     rows = [{"prompt": b"q", "answer": "a"}, {"prompt": b"\xff", "answer": "b"}]
     path = write_parquet(tmp_path / "latin.parquet", rows, prompts_are_text=True)
-    with pytest.raises(UserError, match=r"latin\.parquet, row 2: a text is not UTF-8: .* at byte 1"):
-        make_source(file_task(path), seed=0)
+    refused(UserError, r"latin\.parquet, row 2: a text is not UTF-8: .* at byte 1", path)
     rows = [{"prompt": "q", "answer": "a", "asked": np.datetime64(10**13, "s")}]
     path = write_parquet(tmp_path / "dates.parquet", rows)
-    with pytest.raises(UserError, match=r"dates\.parquet, row 1: a value cannot be read: date value out of range"):
-        make_source(file_task(path), seed=0)
+    refused(UserError, r"dates\.parquet, row 1: a value cannot be read: date value out of range", path)
 
 
 def as_csv(rows: list[dict[str, Any]]) -> bytes:
@@ -315,14 +315,11 @@ def test_a_folder_and_a_pattern_are_all_their_files_and_mistakes_name_the_file(t
     assert len(FileSource(file_task(tmp_path, heldout=1, max_rows=4), seed=0).problems) == 4
     assert FileSource(file_task(tmp_path, heldout=1), seed=0).problems[-1].place == "line 3 of /more/b.jsonl"
     (tmp_path / "more" / "c.csv").write_bytes(b"prompt,answer\n,1\n")
-    with pytest.raises(UserError, match=r"more/c\.csv, line 2: field 'prompt' is empty"):
-        FileSource(file_task(tmp_path / "more" / "*.csv", heldout=1), seed=0)
+    refused(UserError, r"more/c\.csv, line 2: field 'prompt' is empty", tmp_path / "more" / "*.csv", heldout=1)
     several = r"this folder holds \.csv \(1 file, such as more/c\.csv\), \.jsonl \(2 files, such as a\.jsonl\); select one"
-    with pytest.raises(FieldError, match=several + r" kind by its folder or a pattern, such as .*\*\*/\*\.jsonl\*"):
-        FileSource(file_task(tmp_path, heldout=1), seed=0)
+    refused(FieldError, several + r" kind by its folder or a pattern, such as .*\*\*/\*\.jsonl\*", tmp_path, heldout=1)
     (tmp_path / "none").mkdir()
-    with pytest.raises(FieldError, match=r"task\.path = .*none'?: this folder holds no \.jsonl"):
-        FileSource(file_task(tmp_path / "none"), seed=0)
+    refused(FieldError, r"task\.path = .*none'?: this folder holds no \.jsonl", tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -338,8 +335,7 @@ def test_a_folder_that_holds_a_test_set_too_is_refused(tmp_path: Path, names: tu
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_jsonl(tmp_path / name, [{"prompt": name, "answer": str(number)}])
     if told:
-        with pytest.raises(FieldError, match=re.escape(f"this folder holds {told}")):
-            FileSource(file_task(tmp_path, heldout=1), seed=0)
+        refused(FieldError, re.escape(f"this folder holds {told}"), tmp_path, heldout=1)
     else:
         assert len(FileSource(file_task(tmp_path, heldout=1), seed=0).problems) == 3
 
@@ -382,8 +378,7 @@ def test_parts_of_text_are_one_text_other_parts_are_a_mistake_and_a_call_of_a_to
     assert first.reference["answer"] == "2"
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     path = write_jsonl(tmp_path / "i.jsonl", [{"prompt": [{"role": "user", "content": image}], "answer": "2"}])
-    with pytest.raises(UserError, match=r"i\.jsonl, line 1: field 'prompt' has .*image_url.*not a message"):
-        FileSource(file_task(path, prompt_style="chat"), seed=0)
+    refused(UserError, r"i\.jsonl, line 1: field 'prompt' has .*image_url.*not a message", path, prompt_style="chat")
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
     rows = [{"prompt": [call, {"role": "tool", "content": text}], "answer": "a"} for text in "pq"]
     source = make_source(file_task(write_jsonl(tmp_path / "p.jsonl", rows), heldout=1, prompt_style="chat"), seed=0)
@@ -427,8 +422,7 @@ def test_small_files_that_unpack_to_very_much_are_refused(tmp_path: Path, monkey
     for name, content in much.items():
         path = tmp_path / f"{name}.gz"
         path.write_bytes(gzip.compress(content))
-        with pytest.raises(UserError, match=rf"{name}\.gz: .*more than \d,000 bytes"):
-            make_source(file_task(path), seed=0)
+        refused(UserError, rf"{name}\.gz: .*more than \d,000 bytes", path)
 
 
 def test_the_reference_may_be_a_part_of_the_answer(tmp_path: Path) -> None:
@@ -443,8 +437,7 @@ def test_the_reference_may_be_a_part_of_the_answer(tmp_path: Path) -> None:
 
 def test_a_field_that_no_line_has_is_told_with_those_that_there_are(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"question": "1+1?", "answer": "2"}] * 3)
-    with pytest.raises(FieldError, match=r"task.prompt_field = 'prompt': .*no such field; .* its fields: question, answer"):
-        make_source(file_task(path), seed=0)
+    refused(FieldError, r"task.prompt_field = 'prompt': .*no such field; .* its fields: question, answer", path)
     with pytest.raises(FieldError, match=r"task.answer_field = 'solution': .* its fields: question, answer"):
         make_source(file_task(path, prompt_field="question", answer_field="solution"), seed=0)
 

@@ -394,16 +394,20 @@ def test_a_checkpoint_that_is_not_whole_says_which_and_what_to_do(tmp_path: Path
         load_run_state(folder)
 
 
+def refused(error: type[Exception], said: str, run_dir: Path, recipe: Recipe = RECIPE) -> None:
+    with pytest.raises(error, match=said):
+        find_start(run_dir, RUN, recipe)
+
+
 def test_a_recipe_that_changed_too_much_is_refused_with_the_difference(tmp_path: Path) -> None:
     write_lineage(tmp_path, RUN, Lineage((0,)), RECIPE)
-    with pytest.raises(UserError, match=r"seed: 0 → 7"):  # before the first checkpoint, too
-        find_start(tmp_path, RUN, RECIPE.model_copy(update={"seed": 7}))
+    refused(UserError, r"seed: 0 → 7", tmp_path, RECIPE.model_copy(update={"seed": 7}))  # before the first checkpoint, too
     recipe = make_recipe(checkpoint={"every_steps": 1})
     write(tmp_path, 2, recipe=recipe.model_dump(mode="json"))
     longer = make_recipe(trainer={"steps": 9, "batch_size": 4, "tokens_per_microbatch": 64})
     assert find_start(tmp_path, RUN, longer).version == 2
-    with pytest.raises(UserError, match=r"sampling\.temperature: 1\.0 → 0\.5"):
-        find_start(tmp_path, RUN, make_recipe(sampling={"group_size": 2, "max_tokens": 16, "temperature": 0.5}))
+    warmer = make_recipe(sampling={"group_size": 2, "max_tokens": 16, "temperature": 0.5})
+    refused(UserError, r"sampling\.temperature: 1\.0 → 0\.5", tmp_path, warmer)
 
 
 async def test_a_changed_learning_rate_is_recorded_in_journal_lineage_and_page(tmp_path: Path) -> None:
@@ -433,8 +437,7 @@ async def test_a_folder_that_lacks_something_is_not_taken_for_a_new_run(tmp_path
         os.truncate(tmp_path / JOURNAL, 100)
     else:
         (tmp_path / lost).unlink()
-    with pytest.raises(FieldError, match=f"{lost.rpartition(' ')[2]}.* restore (it|that|the file)"):
-        find_start(tmp_path, RUN, RECIPE)
+    refused(FieldError, f"{lost.rpartition(' ')[2]}.* restore (it|that|the file)", tmp_path)
 
 
 def test_restarts_do_not_make_a_run_without_a_checkpoint_young(tmp_path: Path) -> None:
@@ -447,12 +450,10 @@ def test_restarts_do_not_make_a_run_without_a_checkpoint_young(tmp_path: Path) -
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     write_lineage(tmp_path, "other", Lineage((0, 4)), RECIPE)
     assert read_lineage(tmp_path, "other") == Lineage((0, 4))
-    with pytest.raises(FieldError, match="is the folder of run 'other'"):
-        find_start(tmp_path, RUN, RECIPE)
+    refused(FieldError, "is the folder of run 'other'", tmp_path)
     for malformed in ("[]", *(json.dumps({"run": RUN, "starts": starts, "recipe": {}}) for starts in ([], [3], [0, -1]))):
         (tmp_path / "lineage.json").write_text(malformed)
-        with pytest.raises(UserError, match="does not list the starts of the run's trainer"):
-            find_start(tmp_path, RUN, RECIPE)
+        refused(UserError, "does not list the starts of the run's trainer", tmp_path)
 
 
 def write(run_dir: Path, version: int, tensors: WriteTensors | None = None, **state: Any) -> WrittenCheckpoint:

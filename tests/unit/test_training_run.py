@@ -17,7 +17,7 @@ from services.trainer import run as training
 from services.trainer.checkpoint.run_state import Start, evaluates_first, load_run_state
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.weight_sync.updater import WeightUpdater
-from tests.support.machine import until
+from tests.support.machine import until, until_logged
 from tests.unit.builders import RUN, accuracy_at, make_group, make_recipe, make_sequence
 from tests.unit.trainer_fakes import FakeActor, FakeUpdater, serving, stop_during_step, training_run
 
@@ -120,10 +120,6 @@ async def test_what_may_be_issued_follows_the_registered_actors(tmp_path: Path, 
 FINISHED = trainer_pb2.TRAINER_PHASE_FINISHED
 IMPATIENT = {"join_timeout_s": 0.01}
 LINGERS = "this trainer only answers requests"
-
-
-async def until_logged(caplog: pytest.LogCaptureFixture, text: str, times: int = 1) -> None:
-    await until(lambda: caplog.text.count(text) >= times)
 
 
 @pytest.fixture

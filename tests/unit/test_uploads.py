@@ -12,8 +12,8 @@ from pipelinerl.recipe.loading import RecipeError, recipe_from_data
 from pipelinerl.service.retry import Backoff
 from services.trainer.checkpoint import store as uploads
 from services.trainer.checkpoint.store import LATEST, MANIFEST, fetch_model, put_model
+from tests.support.machine import until, until_logged
 from tests.unit.builders import RUN
-from tests.unit.test_training_run import until_logged
 from tests.unit.trainer_fakes import training_run
 
 FILES = {"config.json": b"{}", "model.safetensors": os.urandom(20_000_000), "value_head/model.safetensors": b"v", "empty": b""}
@@ -124,8 +124,7 @@ async def test_a_run_ends_when_its_model_is_uploaded(tmp_path: Path, caplog: pyt
         run.loop.version, policy.version, stop = 4, 4, asyncio.Event()
         running = asyncio.create_task(run.run(stop))
         await until_logged(caplog, "cannot upload a checkpoint, trying again")
-        while not (run_dir / "checkpoint" / "config.json").is_file():  # nothing waits for the store
-            await asyncio.sleep(0.01)
+        await until((run_dir / "checkpoint" / "config.json").is_file)  # nothing waits for the store
         registry = run.recorder.metrics.registry
         assert registry.get_sample_value("pipelinerl_trainer_checkpoint_upload_waiting_seconds") > 0  # type: ignore[operator]
         assert registry.get_sample_value("pipelinerl_trainer_checkpoint_upload_version") is None
