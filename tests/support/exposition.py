@@ -1,9 +1,20 @@
-"""One figure of what a service answers to /metrics."""
+"""What a service answers over HTTP, and one figure of its /metrics."""
 
 import re
 from urllib.request import ProxyHandler, build_opener
 
+import httpx
+
 _RUN = re.compile(r'\{run="[^"]*"\}|run="[^"]*",|,run="[^"]*"')
+
+
+def get(port: int, path: str, **headers: str) -> tuple[int, str]:
+    """Status and text; (0, "") when nobody answers."""
+    try:
+        answer = httpx.get(f"http://127.0.0.1:{port}{path}", headers=headers, timeout=60, trust_env=False)
+    except httpx.TransportError:
+        return 0, ""
+    return answer.status_code, answer.text
 
 
 def metric(address: str, sample: str) -> float:

@@ -5,8 +5,6 @@ import os
 import threading
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import urlopen
 
 import numpy as np
 
@@ -17,6 +15,7 @@ from services.trainer import worker as rank
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.loading import load_learner
 from services.trainer.world import END, HEARTBEAT, leave_ranks
+from tests.support.exposition import get
 from tests.support.learner import model_of
 from tests.support.machine import free_port, wait_until
 from tests.unit.builders import make_group, make_recipe, make_sequence
@@ -28,17 +27,6 @@ WAIT_S = 60.0
 def settings(folder: str, port: int) -> TrainerSettings:
     where = {"recipe": Path(folder) / "recipe.yaml", "run_dir": Path(folder), "http_port": port}
     return TrainerSettings(run="r", instance="trainer-1", nodes=2, node=1, **where)
-
-
-def get(port: int, path: str) -> tuple[int, str]:
-    """Status and text; (0, "") when nobody answers."""
-    try:
-        with urlopen(f"http://127.0.0.1:{port}{path}") as answer:
-            return answer.status, answer.read().decode()
-    except HTTPError as answer:
-        return answer.code, answer.read().decode()
-    except URLError:
-        return 0, ""
 
 
 def play(folder: str, port: int) -> Any:

@@ -4,12 +4,13 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from pipelinerl.messages.sequences import FinishReason, VersionSpan
 from pipelinerl.rl.accuracy import accuracy_of
@@ -281,9 +282,16 @@ def test_what_steps_use_up_without_waiting_tells_how_many_actors_are_wanted(tmp_
         for finished in (0, 60):  # one a second, with all slots in use
             load = ActorState(uptime_s=1e3, sequences_in_progress=8, sequences_finished=finished, busy_s=finished)
             desk.recorder.actor_loads({"actor-0": load}, measuring=False)
-        for _ in range(5):
+        wanted = partial(desk.registry.get_sample_value, "pipelinerl_actor_replicas_wanted")
+        for _ in range(4):
+            assert wanted() is None
+            assert "# TYPE pipelinerl_actor_replicas_wanted gauge" in generate_latest(desk.registry).decode()
             desk.step()  # uses up 10 in 2 s: 5 a second
-    assert desk.registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 5
+        assert wanted() == 5
+        desk.recorder.actor_loads({"actor-0": load}, measuring=True)
+        assert wanted() == 5
+        desk.recorder.end(desk.summary(), finished=True)
+    assert wanted() == 1
 
 
 def test_steps_that_a_restart_undid_are_set_aside(desk: Desk) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from pipelinerl.rl.autoscaling import ReplicasWanted, replicas_wanted
 from pipelinerl.v1.actor_pb2 import ActorState
@@ -141,21 +141,3 @@ def test_more_actors_than_a_recipes_bound_occupies_are_not_wanted() -> None:
         for _ in range(4):
             one.step(4, 0.01)
         assert one.wanted == most
-
-
-def test_the_metric_has_no_value_until_it_is_known() -> None:
-    registry = CollectorRegistry()
-    trainer = {"steps": 20, "batch_size": 4, "tokens_per_microbatch": 64}
-    recipe = make_recipe(actor={"sequences_in_progress": 8}, algorithm={"max_lag": 19}, trainer=trainer)
-    advice = replica_advice(recipe, registry)
-    advice.actors({"a": load(0, 0.0, 8)})
-    advice.actors({"a": load(60, 60.0, 8)})  # one a second
-    for _ in range(4):
-        assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") is None
-        assert "# TYPE pipelinerl_actor_replicas_wanted gauge" in generate_latest(registry).decode()
-        advice.step(10, 2.0)
-    assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 5.0
-    advice.actors({"a": load(600, 60.1, 8)}, measuring=True)
-    assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 5.0
-    advice.finish()
-    assert registry.get_sample_value("pipelinerl_actor_replicas_wanted") == 1.0

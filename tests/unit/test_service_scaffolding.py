@@ -10,8 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -44,6 +42,7 @@ from pipelinerl.service.settings import (
     split_host_port,
 )
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
+from tests.support.exposition import get
 from tests.unit.builders import make_recipe
 
 HOST = "127.0.0.1"
@@ -104,16 +103,6 @@ def test_text_line() -> None:
 
 
 # --- HTTP
-
-
-def get(port: int, path: str, **headers: str) -> tuple[int, str]:
-    request = urllib.request.Request(f"http://{HOST}:{port}{path}", headers=headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 async def fetch(port: int, path: str, **headers: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Plans of one step over ranks: by hand, what any plan must keep, and how even it is on realistic lengths."""
+"""Packing, and plans of one step over ranks: by hand, what any plan must keep, and how even it is on realistic lengths."""
 
 import math
 
@@ -14,6 +14,26 @@ QWEN_1_5B = CostModel(per_token=2.62e9, per_output_token=4.67e8, per_pair=172_03
 SQUARES = CostModel(per_token=0.0, per_pair=2.0)
 """A sequence of n tokens costs n (n + 1)."""
 LENGTHS = st.lists(st.integers(1, 60), max_size=60)
+
+
+def test_packing_by_hand() -> None:
+    # 7 | 6 | 4 into the bin of 6 | 3 into the bin of 7 | 2 opens a third
+    assert pack([4, 7, 2, 6, 3], budget=10) == [[1, 4], [3, 0], [2]]
+    assert plan_microbatches([5, 4, 3, 2], budget=8) == [[0, 3], [1, 2]]
+    bins = plan_microbatches([6, 4, 5, 2], budget=10)  # as few as packing, but even
+    assert sorted(sum([6, 4, 5, 2][index] for index in members) for members in bins) == [8, 9]
+    # An even split that bursts the budget is not taken. LPT puts 3, 3, 2 in one bin (3 | 3, then 2 and 2 level, then the last
+    # 2): 3 + 2 + 2 = 7 > 6.
+    assert plan_microbatches([3, 3, 2, 2, 2], budget=6) == [[0, 1], [2, 3, 4]]
+
+
+@given(LENGTHS, st.integers(60, 200))
+def test_every_sequence_is_packed_once_within_budget(lengths: list[int], budget: int) -> None:
+    for bins in (pack(lengths, budget), plan_microbatches(lengths, budget)):
+        assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+        assert all(sum(lengths[index] for index in members) <= budget for members in bins)
+        # Any two bins together exceed the budget, so more than half of the room is used.
+        assert len(bins) <= max(1, 2 * sum(lengths) / budget)
 
 
 def test_costs_by_hand() -> None:
