@@ -141,7 +141,7 @@ class Connection(Client):
     def __init__(
         self, url: str, credentials: Path | None = None, tls_dir: Path | None = None, request_timeout_s: float = 10.0
     ) -> None:
-        """`url` may list several servers, separated by commas. Raises `FieldError` if a file cannot be used."""
+        """`url` may list several servers, separated by commas. Raises `FieldError` for unusable `credentials` or `tls_dir`."""
         super().__init__()
         self.url, self.request_timeout_s = redacted(url), request_timeout_s
         self._urls, self._credentials, self._tls_dir = url.split(","), credentials, tls_dir

@@ -44,9 +44,9 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def rollback(args: argparse.Namespace) -> int:
-    """Let a stopped run continue from version `args.to`. Return the exit code. If the version cannot be computed again, it is
-    not 0, and nothing was changed. The last change makes this version's checkpoint the newest. If this command is killed before
-    that change, the run continues as if there had been no rollback."""
+    """Let a stopped run continue from version `args.to`. Return the exit code; if it is not 0, the version could not be
+    computed again, and nothing was changed. The last change makes this version's checkpoint the newest. If this command is
+    killed before that change, the run continues as if there had been no rollback."""
     run, recipe = _recorded(args.run)
     if not (run.path / JOURNAL).is_file():
         raise FieldError("RUN", str(args.run), f"has no {JOURNAL}: no trainer of this run has started")

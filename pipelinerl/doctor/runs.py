@@ -55,7 +55,7 @@ def losses(run: RunRecords) -> Rows:
     steps-skipped (learning.md#the-optimizer): Steps change no weight, as the loss or gradient is not finite: at least one step;
         grave if half of the last 20 were skipped.
     dropped-stale (architecture.md#staleness): Sequences are too old when their step comes: from step 12 on, 2 % of the
-        sequences, which is twice what plans accept; grave from 50 %, at any time.
+        sequences, which is twice what plans accept; at any step, 50 %, which is grave.
     dropped-filtered (learning.md#from-rewards-to-advantages): Groups are dropped because their rewards are equal: 90 % of the
         sequences; grave if no step was made.
     run-failed (errors.md): The run failed: its summary has an error, or it ended without an optimizer step and was not stopped
@@ -154,7 +154,7 @@ def policy(run: RunRecords) -> Rows:
     policy-collapsed (learning.md#learning-rate): The reward has fallen far below its start: it is under half of its first
         value, and fell by 3 standard errors.
     entropy-collapsed (learning.md#losses): The policy has become certain without having learned: the entropy is below a
-        twentieth of its first value, and the reward below 0.9 of its maximum.
+        twentieth of its first value, and the reward below 0.9 of that for a right answer.
     heldout-apart (recipes.md#evaluation): Held-out accuracy falls behind training: the 95 % interval of the last accuracy lies
         below that of the first, or below a third of the share of right answers in training. In the second case, held-out
         answers also earn less than a third of what answers earn in training.
