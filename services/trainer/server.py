@@ -26,9 +26,9 @@ async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> As
     """Yield the files of folder `source` in chunks. Raises `ServiceError` if `asked` is not a model that this run made."""
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder", "package": "part of the package"}[recipe.model.source]
-        raise ServiceError(f"the initial model of this run is {kind}, {recipe.model.name}: actors load it themselves")
+        raise ServiceError(f"this run's initial model is {kind}, {recipe.model.name}: the actor's recipe must name it, too")
     if asked != (name := built_name(recipe, run)):
-        raise ServiceError(f"this trainer's initial model is {name}, not {asked!r}: the recipes differ")
+        raise ServiceError(f"the trainer's initial model is {name}, not {asked!r}: give the actor the same recipe and run name")
     for path in sorted(Path(source).iterdir()):  # noqa: ASYNC240 - it has few files
         if path.is_file() and not path.name.startswith("."):
             with path.open("rb") as file:

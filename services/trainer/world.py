@@ -77,7 +77,7 @@ connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
 """Maximum duration of a collective on tensors, including the wait for ranks that are still computing."""
 BATCH_TIMEOUT = timedelta(days=3650)
-"""Maximum time for which a rank waits for its next batches. A run may wait for sequences, or linger, for any time."""
+"""Practically no limit on the wait for a rank's next batches, since a run may wait for sequences, or linger, for any time."""
 
 
 class Links:

@@ -199,8 +199,8 @@ async def test_a_model_that_the_run_did_not_build_is_refused(tmp_path: Path, bui
     hub = recipe_of(model={"source": "hub", "name": "org/model"}, task={})
     other = recipe_of(model={**TINY["model"], "name": "second"})  # type: ignore[dict-item]
     for recipe, source, reason in (
-        (hub, "org/model", "is a hub model, org/model: actors load it themselves"),
-        (other, str(built), "the recipes differ"),
+        (hub, "org/model", "is a hub model, org/model: the actor's recipe must name it, too"),
+        (other, str(built), "give the actor the same recipe and run name"),
     ):
         async with trainer(recipe, source) as address:
             with pytest.raises(grpc.aio.AioRpcError, match=reason) as refused:
@@ -284,7 +284,7 @@ async def test_a_run_begins_from_a_checkpoint_of_another_run(tmp_path: Path, mon
         copied("sixth", "s3:///x")
     async with trainer(recipe, str(folder)) as address:  # its actors get it from the trainer
         settings = actor_settings(tmp_path / "actor", address, recipe, run="r")
-        with pytest.raises(grpc.aio.AioRpcError, match="the recipes differ"):  # another run's
+        with pytest.raises(grpc.aio.AioRpcError, match="give the actor the same recipe and run name"):  # another run's
             await fetch(settings, folder.name, tmp_path)
         await fetch(settings, built_name(recipe, "r"), settings.model_cache.parent)  # type: ignore[union-attr]
         assert {name: (tmp_path / "actor" / name).read_bytes() for name in expected} == expected

@@ -96,8 +96,8 @@ class VersionReady:
 
 @dataclass(frozen=True)
 class ServedFromLog:
-    """`version` is the newest that a reader of the weight log serves. An update to this or an older version then ends if the
-    epoch has no members."""
+    """`version` is the newest that a reader of the weight log serves. If the epoch has no members, an update to this or
+    an older version then ends."""
 
     version: int
 
@@ -190,7 +190,7 @@ class Coordinator:
         failed longest ago is tried alone at its next heartbeat."""
         self._group_stands = False
         self.answered: dict[str, int] = {}
-        """Members (and `TRAINER`) that have answered in this phase. Value: the checksum of the bytes that it staged, or 0."""
+        """Members (and `TRAINER`) that have answered in this phase, each with the checksum of its staged bytes, or 0."""
         self._left: set[str] = set()
         """Processes that left while their ranks were in the group. If the group then fails, no remaining member is blamed."""
         self._restarts = 0
@@ -207,9 +207,9 @@ class Coordinator:
     def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
         """Return how many seconds after its start the phase counts as stuck or too slow, if no further answer arrives.
 
-        The time ends `deadline_s` after the last answer, but at most `limit_s` after the first. Once more than half have
-        answered, it ends at `SLOW` times the median of `answers_s` if that is earlier, but not before `deadline_s`. While the
-        trainer sends, only `limit_s` applies. `answers_s`: seconds from the phase's start to each answer.
+        It may last until `deadline_s` after the last answer (or the start), but not longer than `limit_s` after the first one.
+        Once more than half have answered, it may last `SLOW` times the median of `answers_s` at most, or `deadline_s` if that
+        is more. While the trainer sends, it may last `limit_s`. `answers_s`: seconds from the phase's start to each answer.
         """
         if self.phase is Phase.SENDING and TRAINER not in self.answered:
             return limit_s
@@ -349,7 +349,7 @@ class Coordinator:
         return [Announce(epoch=self.epoch, version=self.version)]
 
     def _lose(self, actors: set[str], reason: str, cause: EvictionCause | None = EvictionCause.FAILED) -> list[Action]:
-        """Remove members. Abort and form a new group before the commit, or if a commit loses its last member."""
+        """Remove members. Before the commit, or if a commit loses its last member, abort and form a new group."""
         evicted: list[Action] = [Evicted(actor, self.epoch, reason, cause) for actor in sorted(actors)]
         failed = (actor for actor in sorted(actors) if self.present.get(actor) == self.members.get(actor))
         self._benched |= dict.fromkeys(failed)
