@@ -313,7 +313,7 @@ async def fetch(release: Release, seen: Look, folder: Path) -> Path:
             if (here := _bytes_in(folder)) > before:
                 before, since_s = here, time.monotonic()
             elif time.monotonic() - since_s > _GIVE_UP_S:
-                raise ServiceError(f"{error}; nothing has arrived for {_GIVE_UP_S:g} s; {folder} keeps the parts") from error
+                raise ServiceError(f"{error}; nothing has arrived for {_GIVE_UP_S:g} s; run the command again") from error
             release.show(f"fetching again: {error.detail}")
             await asyncio.sleep(_LOOK_S)
 
@@ -335,7 +335,7 @@ async def _fetch_all(release: Release, seen: Look, folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # noqa: ASYNC240 - nothing else runs meanwhile
     (folder / _MARK).write_text(seen.uid)
     if total - _bytes_in(folder) > shutil.disk_usage(folder).free:
-        raise ServiceError(f"the results have {total / 1e9:,.1f} GB, for which the disk of {folder} has no room")
+        raise ServiceError(f"the results have {total / 1e9:,.1f} GB, too many for the disk of {folder}; free space on it")
     for name, (size, target) in files.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("ab") as file:
@@ -368,7 +368,7 @@ def files_of(listed: bytes, folder: Path) -> dict[str, tuple[int, Path]]:
             if name.partition("/")[0] in FILES:
                 files[name], path = (int(size), folder / name), PurePosixPath(name)
                 if ".." in path.parts or "\0" in name or any((folder / at).is_symlink() for at in (path, *path.parents[:-1])):
-                    raise ServiceError(f"the trainer's pod lists the file {name!r}, which has no place in {folder}")
+                    raise ServiceError(f"the trainer's pod lists the file {name!r}, which is a link or outside {folder}")
     except ValueError as error:
         raise ServiceError(f"cannot read the list of files in the trainer's pod: {error}") from error
     return files
