@@ -38,11 +38,11 @@ class Figure:
     """True if the metric keeps its value at a step without the figure, instead of having none."""
     on_page: bool = False
     event: type | None = None
-    """For a figure about events since the previous step: the type whose `event()` is the value without events. Else None."""
+    """Type of a figure about events since the previous step, else None. `event()` is the figure's value without events."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json with their reductions. `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
-    """Key of the weight for `mean` and `rate` in the step's record, such as `step_s.compute`. Empty = weight 1."""
+    """Key, in the step's record, of the weight for `mean` and `rate`, such as `step_s.compute`. Empty = weight 1."""
     trained: bool = False
     """True if the summary's values leave out skipped steps."""
 
@@ -198,7 +198,7 @@ ON_PAGE = tuple(figure.key for figure in FIGURES if figure.on_page)
 
 
 def no_events() -> dict[str, Any]:
-    """Return the values of the figures about events for a step without events since the previous step."""
+    """Return, by key, each figure about events with the value that it has if no event happened since the previous step."""
     return {figure.key: figure.event() for figure in FIGURES if figure.event}
 
 

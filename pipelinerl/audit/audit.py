@@ -102,7 +102,7 @@ def _some(ids: set[str] | frozenset[str]) -> str:
 
 @dataclass
 class StreamLook:
-    """Contents of the streams, with SEQUENCES as `info` describes it. A restart skips the positions up to `durable`."""
+    """Contents of the streams. `info`: state of SEQUENCES. `durable`: a restart reads SEQUENCES only after this position."""
 
     info: StreamInfo
     durable: int
@@ -121,7 +121,7 @@ class StreamLook:
         self.positions.setdefault(sequence_id, position)
 
     def trained_below(self, replay: Replay) -> int:
-        """Return how many trained sequences have their message at or before `durable`, where no restart needs it."""
+        """Return how many trained sequences have a message that no restart reads: its position is at most `durable`."""
         below = (name for name, position in self.positions.items() if position <= self.durable)
         return sum(replay.was_trained(*split_id(sequence_id)) for sequence_id in below)
 
@@ -350,8 +350,8 @@ def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
 
 
 def _find_missing(audit: Audit, seen: StreamLook) -> None:
-    """Fill `waiting` and `lost`. A running trainer may not have published its newest group yet. A restarted trainer publishes
-    every group that is missing."""
+    """Find missing sequences. Fill `waiting` with those whose group will still be published: a running trainer publishes its
+    newest group, and a restarted one every missing group. Fill `lost` with the others."""
     replay, held = audit.replay, audit.checkpoint.held if audit.checkpoint else ()
     stored = {*seen.positions, *seen.unreadable.values(), *held}
     above = {split_id(name)[0] for name, position in seen.positions.items() if position > seen.durable}

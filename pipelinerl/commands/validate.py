@@ -166,7 +166,7 @@ def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _largest_lag(recipe: Recipe) -> str:
-    """Return the largest lag by the formula for two assumed mean lengths, because the mean is unknown before a run."""
+    """Return the largest lag. It may depend on the mean length, which is unknown before a run, so two means are assumed."""
     longest, actors = recipe.max_tokens, recipe.actor.number
     if recipe.mode == "conventional":
         return f"{recipe_lag(recipe, actors)}: algorithm.conventional_g - 1"

@@ -111,8 +111,8 @@ class Branch(Completion):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
-    """Tokens of one sample that its actor hands over. For an episode, `branches` hold all tokens. Their turns are used again if
-    the environment repeats its requests."""
+    """Tokens of one sample that its actor hands over. For an episode, `branches` hold all tokens. If the
+    environment repeats a request, the next actor answers it with the turn in `branches`."""
 
     sample_index: int
     generation_s: float = 0.0

@@ -144,7 +144,7 @@ class SequenceTracker:
         self._lengths = {outcome: Counter[int]() for outcome in (Outcome.TRAINED, Outcome.DROPPED_STALE)}
         """Number of sequences by `length_bucket`, since the last `take_ended_by_length`."""
         self.longest_tokens, self._num_ended = 1, 0
-        """Tokens of the longest sequence trained or dropped as stale, and the number of such sequences, since process start."""
+        """Maximum tokens of the sequences trained or dropped as stale since process start, and number of these sequences."""
         self.open_groups: dict[str, OpenGroup] = {}  # by id, in order of issue
         self.issued_groups = 0
         self.lost_groups = 0
