@@ -83,7 +83,7 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
     path = run_dir / LINEAGE
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if not isinstance(content, dict):
-        raise TypeError("it is not an object")
+        raise TypeError("the file has no JSON object")
     return content
 
 
@@ -249,7 +249,7 @@ class Start:
     saved_at_s: float | None = None
     """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
     changes: tuple[str, ...] = ()
-    """Recipe fields that changed since the checkpoint in `folder` (if None, since the last start), with old and new value."""
+    """Changed recipe fields with old and new value, since the checkpoint in `folder` or, without one, since the last start."""
 
     @property
     def version(self) -> int:

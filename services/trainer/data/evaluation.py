@@ -193,7 +193,7 @@ class Evaluator:
         return {name: list(own) for name, own in groupby(numbers, key=lambda number: self._problems[number].task)}
 
     def _is_of(self, version: int, answer: Sequence) -> bool:
-        """Return whether to accept an answer: yes if it failed or `version` sampled all of it. Others are requested again."""
+        """Return whether an answer is final: it failed, or `version` sampled all of it. Other answers are requested again."""
         if answer.failure:
             log.warning("held-out problem %s failed: %s", answer.group_id, answer.failure)
             return True
@@ -225,7 +225,7 @@ class Evaluator:
         return HeldoutResult(version, overall, num_tokens, tuple(answers[one] for one in self._shown(answers)), sets)
 
     def _shown(self, answers: Iterable[int]) -> list[int]:
-        """Return the numbers of the answers to show: four in all, or one of each set if that is more. Sets take turns."""
+        """Return the numbers of the answers to show: four, or one of each set if there are more sets. Sets take turns."""
         by_set = self._by_task(sorted(answers)).values()
         in_turn = [number for numbers in zip_longest(*by_set) for number in numbers if number is not None]
         return in_turn[: max(4, len(by_set))]
@@ -251,7 +251,7 @@ class Evaluator:
             return None
         served = PolicyVersion(response.incarnation, response.policy_version)
         if served != version:
-            log.warning("parity probe: %s serves %s, not %s", name, served, version)
+            log.warning("parity probe continues without %s: it serves version %s, not %s", name, served, version)
             return None
         return Scored(logprobs, served, response.loader)
 
@@ -301,8 +301,8 @@ def compare(
     served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False, base: Logprobs | None = None
 ) -> Parity:
     """Compare the actors' scores, by name, with those of the trainer, and log each problem. `of_median`: apply the tolerance to
-    the median token instead of every token. `base`: the trainer's first scores. Even a change from `base` to `trained`
-    that is below the tolerance must be visible in each actor's scores."""
+    the median token instead of every token. `base`: the trainer's first scores. The actors' scores must show the change from
+    `base` to `trained` (`served_share`), even if it is below the tolerance."""
     differences: list[float] = []
     problems: list[str] = []
     for name, scored in served.items():

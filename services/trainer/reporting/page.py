@@ -127,7 +127,7 @@ MOST_MEMBERS = 256
 
 def member_rows(states: dict[str, str], versions: dict[str, int], loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
     """Return the first `MOST_MEMBERS` actors by name, each with its state and the version that it is known to serve.
-    `versions`: the known versions by name. `loads` gives the version of other actors, and the sequences in progress."""
+    `versions`: the known versions by name. `loads`: the sequences in progress, and the version of actors not in `versions`."""
     rows = []
     for name, state in sorted(states.items(), key=lambda item: natural(item[0])):
         load = loads.get(name)

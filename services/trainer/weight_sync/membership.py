@@ -133,7 +133,7 @@ class Roster:
         return {known.member.actor: known.member for known in actors if known.version == version >= 0}
 
     def have_served(self, members: Iterable[Member]) -> bool:
-        """Return whether each of these processes has served a version."""
+        """Return whether each member has served a version since its process registered."""
         return all(known is not None and known.version >= 0 for known in map(self._process, members))
 
     def side_failed(self, member: Member) -> None:
