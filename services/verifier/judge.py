@@ -1,7 +1,7 @@
 """Ask another model to judge a completion, through an OpenAI-compatible endpoint.
 
 The verifier's main process makes the call, because waiting must not occupy a worker. The answer is untrusted, so a
-worker reads it, as the item's `judgement`. If the judge does not answer, the item fails. Answers are cached by the question.
+worker reads it, as the item's `judgement`. If the judge does not answer, the item fails. Answers are cached by the text sent.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class Judge(AbstractAsyncContextManager["Judge"]):
 
     def answer(self, item: verifier_pb2.VerifyItem) -> asyncio.Future[verifier_pb2.VerifyResult]:
         """Return a result with the judge's text as `answer`, or a failure. A truncated completion that earns nothing is not
-        judged. If the caller is cancelled, the call of the judge continues, and its answer is cached for the same question. A
-        new call counts in `num_waiting` at once."""
+        judged. If the caller is cancelled, the call of the judge continues, and its answer is cached."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
             unasked = asyncio.get_running_loop().create_future()
             unasked.set_result(verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK))

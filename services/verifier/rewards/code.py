@@ -67,7 +67,7 @@ class Test:
     call: str = ""
     returned: Any = None
     in_list: bool = False
-    """True if the result may also equal the only element of the list `returned`, as in APPS."""
+    """True if a list `returned` of one element may also stand for this element, as in APPS."""
     statements: str = ""
 
 
@@ -263,7 +263,7 @@ def _does_something(node: ast.stmt) -> bool:
 
 def _text(given: Any) -> str:
     if given is None or isinstance(given, dict) or (isinstance(given, list) and any(isinstance(each, list) for each in given)):
-        raise TypeError(f"{given!r:.80} must be a text")
+        raise TypeError(f"{given!r:.80} must be a string or a list of lines")
     return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
@@ -335,8 +335,8 @@ def _how_ended(ended: Ended, limits: Limits, otherwise: str) -> str:
 
 
 def _same_lines(printed: str, wanted: str) -> bool:
-    """Compare outputs, ignoring white space at line ends and blank lines at the end. In lines where the wanted output has a
-    decimal point, compare numbers by value."""
+    """Compare outputs, ignoring white space at line ends and blank lines at the end. In lines where the expected output has
+    a decimal point, compare numbers by value."""
     pairs = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, wanted)]
     return len(pairs[0]) == len(pairs[1]) and all(
         line == other or (_DECIMAL.search(other) and _same(_words(line), _words(other)))
