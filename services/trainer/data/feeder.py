@@ -51,7 +51,7 @@ async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], 
     log_now = await bus.sequences_info()
     end = log_now.last_position
     if end < position:
-        log.error("SEQUENCES ends at %d, before the checkpoint's position %d: the streams were recreated", end, position)
+        log.error("SEQUENCES ends at %d, before the checkpoint's position %d: it was recreated and is read anew", end, position)
         position = 0
     arrived, position = set[str](), max(position, log_now.first_position - 1)
     if position < end:
@@ -131,7 +131,7 @@ class Feeder:
         self.look_again()
 
     def take_figures(self) -> dict[str, Any]:
-        """Return a step record's figures about sequences. `ended_by_length` counts from the previous call on."""
+        """Return a step record's figures about sequences. `ended_by_length` counts what ended since the previous call."""
         tracker, room = self.tracker, self.room
         return {
             "in_flight": room.in_flight,
@@ -162,7 +162,7 @@ class Feeder:
         """Take over the groups of an earlier incarnation, which reserved all numbers below `reserved`. Call this before reading
         the log. First open all groups up to the last one on a stream; `run` opens later ones. Then publish again the open
         groups that are on no stream, with message ids that end with `name`, and return their number. `prompts`,
-        `arrived`: groups on the streams (`scan_in_flight`)."""
+        `arrived`: results of `scan_in_flight`."""
         named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
         last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)
         while self.next_group <= last:

@@ -187,7 +187,7 @@ class Recorder:
         self._replicas.actors(loads, measuring=measuring)
 
     def served(self, update: UpdateRecord) -> None:
-        """Record that all members serve a version. The next step's record gets the maxima of the actors' times."""
+        """Record that all members serve a version. The next step's record gets the longest time of each kind among actors."""
         figures = {
             "version": update.version,
             "bytes": update.num_bytes,
