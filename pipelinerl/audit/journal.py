@@ -22,8 +22,8 @@ Event = dict[str, Any]
 
 class Journal(ExitStack):
     """Append events, as a context manager. After `flush`, they survive the death of this process; after `sync`, that of the
-    machine. `alone`: lock out every other process. Raises `FieldError` if another process's lock prevents this, or, with
-    `alone`, if the file system has no locks."""
+    machine. The lock on the file is shared, or exclusive with `alone`. Raises `FieldError` if another process has a lock that
+    excludes this one, or, with `alone`, if the file system has no locks."""
 
     def __init__(self, path: Path, *, alone: bool = False) -> None:
         super().__init__()

@@ -232,7 +232,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
-        raise YamlError(str(path), 0, f"not a UTF-8 text file (byte {error.start})") from error
+        raise YamlError(str(path), 0, f"not a UTF-8 text file (byte {error.start}); save it as UTF-8") from error
     except OSError as error:
         raise FieldError("recipe", str(path), f"cannot be read: {error.strerror}") from error
     if not isinstance(data, dict):

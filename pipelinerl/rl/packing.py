@@ -142,8 +142,8 @@ def plan_step(
     """Plan micro-batches of at most `budget` tokens for sequences of `lengths` tokens. `outputs`: as in `CostModel.of`.
 
     The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots, none of which is empty on all ranks. `prompts`: each sequence's
-    prompt, which is part of its length. If it is given, sequences of one prompt can share the prompt's computation, and
-    several ranks get the cheapest plan of all divisors in `PIECES`. Raises `FieldError` if a sequence exceeds the budget."""
+    prompt, which is part of its length. If it is given, sequences of one prompt can share the prompt's computation. With
+    several ranks, return the cheapest plan of all `PIECES`. Raises `FieldError` if a sequence exceeds the budget."""
     tokens = [int(length) for length in lengths]
     costs = cost_model.of(lengths, outputs)
     if prompts is None:

@@ -43,7 +43,7 @@ IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768,
 FASTEST_STEP_S = 2e-3
 """Shortest decode step that a data sheet predicts well. Engines add milliseconds to each step."""
 _MOST_SPLITS = 4096
-"""For each H, at most about twice this many numbers of actors are tried."""
+"""For each H, fewer than twice this many splits are tried, at evenly spaced numbers of actors."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
 """Maximum numbers of version spans and sequences in a simulation. Only a part of a larger system is simulated."""
 

@@ -38,7 +38,7 @@ class DecodeCurve:
     def __post_init__(self) -> None:
         in_progress, rates = [h for h, _ in self.points], [rate for _, rate in self.points]
         if not self.points or min(*in_progress, *rates) <= 0 or sorted(set(in_progress)) != in_progress:
-            raise FieldError("decode", self.points, "give (sequences in progress, tokens/s) above 0, fewest sequences first")
+            raise FieldError("decode", self.points, "give values above 0, and each point more sequences than the one before")
 
     def step_time(self, in_progress: Floats | float) -> Floats:
         """Return the time of one decode step of `in_progress` sequences, h / U(h)."""
@@ -97,8 +97,8 @@ MOST_STALE = 0.01
 
 
 def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: float = 1.0) -> int:
-    """Return the largest lag of a run whose actors are full, for completions of these lengths in tokens. By default,
-    all are equally long, which gives the smallest value. Episodes count even while they do not decode."""
+    """Return the largest lag of a run whose actors are full. `longest`, `mean`: completion lengths in tokens. By default, all
+    are equally long, which gives the smallest value. In conventional mode, only `conventional_g` counts."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g - 1
     in_progress = recipe.samples_in_progress * max(1, num_actors)
@@ -106,9 +106,9 @@ def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: floa
 
 
 def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
-    """Return an error if the recipe's lag limit is below `lag`, its largest lag; otherwise None. With such a limit, the feeder
-    issues too few groups to fill the actors, and sequences are too old when their group is complete. A limit of the mean lag
-    has the same effects."""
+    """Return an error if `max_lag` is below `lag`, the run's largest lag; otherwise None. With such a limit, the feeder issues
+    too few groups to fill the actors, and sequences are too old when their group is complete. This is also the case with
+    `max_lag_of: mean`."""
     max_lag = recipe.algorithm.max_lag
     if max_lag is None or lag <= max_lag:
         return None

@@ -1,7 +1,7 @@
 """Objects of the weight log as bytes: anchors, which are safetensors files, and lossless deltas from one version to another.
 
-An anchor's header follows from manifest and version; a reader compares it. A delta has a header, then one record per chunk
-of the manifest. A record begins with the number of bytes that follow, 0 if the chunk is unchanged. Next are the numbers
+Manifest and version determine an anchor's header, so a reader compares all its bytes. A delta has a header, then one record per
+chunk of the manifest. A record begins with the number of bytes that follow, 0 if the chunk is unchanged. Next are the numbers
 of words and gap bytes in its block, and the block, compressed by zstd. A word has 2 bytes in a chunk with a 16-bit tensor, else
 4. The block holds the gaps before the changed words, then the XOR of each word's old and new value: first the lowest bytes of
 all words, then the next. A gap of n words has n // 255 bytes of 255, then one byte n % 255. If over a quarter of the words

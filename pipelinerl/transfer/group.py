@@ -211,7 +211,7 @@ class GroupStore:
     """The trainer's rendezvous store, which exists as long as this object.
 
     It has no authentication, so it listens only on the interface `host`. Torch's own socket would listen on all interfaces.
-    `port` 0 picks a free port. Actors use `address`, with `advertise_host` or else `host`; the trainer uses `own_address`.
+    `port` 0 picks a free port. Actors use `address`, which has `advertise_host` if given; the trainer uses `own_address`.
     Raises OSError if it cannot listen there.
     """
 

@@ -1,7 +1,7 @@
 """The weight log: versions of the weights as objects in a store, from which any reader restores them without the trainer.
 
 Each version is written as a delta to the version before it in the log. From time to time an anchor, a whole version, begins a
-new chain. The same version's delta ends the old chain, so a reader that keeps up does not need the anchor. A `Published`
+new chain. The old chain still gets a delta to this version, so a reader that keeps up does not need the anchor. A `Published`
 message, which travels over the control channel, names the objects of one version.
 """
 
