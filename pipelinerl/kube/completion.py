@@ -66,7 +66,7 @@ async def publish_progress(settings: TrainerSettings, progress: Callable[[], Map
 async def complete(
     settings: TrainerSettings, version: int, uploaded: Callable[[], Awaitable[None]], progress: Mapping[str, str]
 ) -> None:
-    """Free the resources of a finished run as `on_completion` says. Publish that it has finished once `uploaded` has returned,
+    """Free the resources of a finished run as `on_completion` says. Publish the end only after `uploaded` has returned,
     because a reader may then remove the release. The trainer is scaled to zero last, because that ends this process."""
     async with _cluster(settings) as client:
         if client is None:
