@@ -178,7 +178,7 @@ def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
 
 
 def regex(group: str = "") -> AfterValidator:
-    """Return a validator of regular expressions. If `group` is not empty, a group (...) must capture what it names."""
+    """Return a validator of regular expressions. With a `group` such as `answer`, they need a group (...) around it."""
 
     def checked(value: str) -> str:
         try:
@@ -233,7 +233,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     chat_template: str = Field("", description="Jinja chat template, or its path; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}
-    """Values of the chat template's variables, such as `enable_thinking: false`. In checkpoints, they are defaults."""
+    """Values of the chat template's variables, such as `enable_thinking: false`. Checkpoints keep them as defaults."""
 
     @model_validator(mode="before")
     @classmethod
@@ -363,13 +363,13 @@ class RewardConfig(Section):
     scorer: str = "task"
     r"""Method that scores an answer. `task`: reasoning-gym's own scorer, the environment's reward or, for other sources,
     `exact`. `exact`: same text as the reference. `regex`: matches the reference, a regular expression. `math`: the final answer
-    in the text has the reference's value. `math_boxed`: the last `\boxed{}` has it. `json_schema`: JSON that fits the schema.
-    `code`: the program passes the problem's tests. `judge`: another model scores (section `judge`). `pkg.module:function`: your
+    in the text has the reference's value. `math_boxed`: the last `\boxed{}` has this value. `json_schema`: JSON that fits the
+    schema. `code`: the program passes the tests. `judge`: another model scores (section `judge`). `pkg.module:function`: your
     function, written for PipelineRL, verl or TRL. `binary` applies neither to `judge` nor to your function."""
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: Annotated[str, regex("answer")] = ""
-    """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. So that answers of several
-    lines are found, a second search follows after that match, in which `.` also matches line ends."""
+    """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. A later match
+    in which `.` also matches line ends takes precedence, so that answers of several lines are found."""
     json_schema: dict[str, Any] = {}
     """Schema of the answer, for `json_schema`. Empty = the reference answer is the schema."""
     tests_field: str = Field("tests", description="Field of the row that holds the problem's tests, for `code`.")
@@ -491,7 +491,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
 }
 """Published values of `AlgorithmConfig` by loss: GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071, section 5.1; CISPO, arXiv
-2506.13585, section 3.1. CISPO's paper gives no upper bound of weights; 1 + 4 = 5 is c in the PipelineRL paper."""
+2506.13585, section 3.1. CISPO's paper gives no upper bound of weights; this one, 1 + 4, is the PipelineRL paper's c."""
 
 
 class AlgorithmConfig(Section):
@@ -524,7 +524,7 @@ class AlgorithmConfig(Section):
     """Drop groups whose answers all have the same score (DAPO), even if format and length terms differ."""
     max_lag: Changeable[int | None] = Field(None, ge=0, description="Largest token lag in training; null = unbounded (paper).")
     max_lag_of: Literal["oldest_token", "mean"] = "oldest_token"
-    """Lag of a sequence that `max_lag` limits: the lag of its `oldest_token`, or the `mean` over its tokens. `mean` drops fewer
+    """`max_lag` limits the lag of a sequence's `oldest_token`, or the `mean` lag of its tokens. `mean` drops fewer
     long sequences, and fewer short sequences whose group waited for a long one."""
     conventional_g: int = Field(1, ge=1, le=4096, description="G: optimizer steps per generation phase, in conventional mode.")
 
@@ -615,7 +615,7 @@ class WeightUpdateConfig(Section):
     """Store in which the trainer keeps versions, whole and as differences (docs/weight-log.md): `nats`, or the URL of a folder,
     such as s3://bucket/weights. Empty = none; with `backend: log`, empty means `nats`."""
     anchor_every: Changeable[int] = Field(20, ge=1, le=4096)
-    """Versions from one whole version in `weights.log` to the next; fewer if the differences together exceed a whole one."""
+    """Versions from one whole version in `weights.log` to the next; fewer if the differences in between exceed the first."""
     keep_versions: Changeable[bool] = False
     """Keep every version in `weights.log`. false = delete versions older than the second newest whole one."""
     chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast; null: gloo 16, nccl 128.")
@@ -636,7 +636,7 @@ class WeightUpdateConfig(Section):
     stop_on_mismatch: Changeable[bool] = False
     """End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)
-    """Seconds in which all actors must register (longer while one loads), and then again for one to serve a version."""
+    """Seconds that all actors may take to register (longer while one loads), and then one of them to serve a version."""
 
     @property
     def log_place(self) -> str:

@@ -20,7 +20,7 @@ PACKAGED = {
     "guess": ("environment", "pipelinerl.tasks.environments:GuessNumber"),
     "calculator": ("environment", "pipelinerl.tasks.environments:Calculator"),
 }
-"""Task (`source`, `name`) of each small model of this package. A model also reads plain prompts of such problems from files."""
+"""Task (`source`, `name`) of each small model of this package. A model also reads plain prompts of its task from files."""
 
 Broken = Iterator[tuple[str, str]]
 """Pairs of a dotted field and the text that says what is wrong and what to do."""
