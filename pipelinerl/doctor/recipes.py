@@ -37,7 +37,7 @@ ADOPTED: dict[str, tuple[Gravity, str, str]] = {
     "max-lag-too-small": ("warning", "The lag limit is below the lag that full actors cause", "architecture.md#staleness"),
     LACKING: ("note", "This machine lacks something that the recipe needs", "errors.md#before-a-run"),
 }
-"""Gravity, meaning and page of the findings that other checks of a recipe make, by id, causes before effects."""
+"""Gravity, meaning and page of each finding that other checks of a recipe make, by id. Causes precede effects."""
 _MOST_ROWS, _PROBES = 2000, ("7", "yes", "A", "x")
 _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
@@ -182,15 +182,15 @@ def problems(view: SetView) -> Rows:
         choices. A note if a number inside prompts is the answer.
     references-shifted (recipes.md#tasks): Answers belong to the question before or after: in at least 50 rows, prompts share
         more words with a neighbour's answer than with their own, by a tenth of an answer's words and by 5 standard errors.
-        Turns of the assistant do not count. The rule is silent if prompts are numbered, or if the answer two rows away has over
-        half of that excess, as in windows of a time series.
+        Turns of the assistant do not count. The rule is silent if prompts are numbered, or if they also share more words
+        with the answer two rows away, by over half as many, as in windows of a time series.
     one-answer (recipes.md#tasks): Problems have the same answer: at least 20 references, and 95 % of all, are equal; grave if
         all are, a note from 80 %.
     references-unmatched (recipes.md#rewards): References do not look like answers of completions: half have 8 or more words, 5
         % are nan, none or null, or 5 % are LaTeX or numbers with a unit, separators or markup, although texts are compared. Or
         5 % earn nothing in trials, written as reward.answer_pattern expects (grave from half). The first 200 are examined.
-    heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of a set's, compared without case,
-        punctuation and spaces.
+    heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of them in a set, compared without
+        case, punctuation and spaces.
     """
     at, limit, texts = view.place, view.recipe.model.max_context, sorted(view.texts, key=len) or [""]
     middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
@@ -374,7 +374,7 @@ def rewards(view: SetView) -> Rows:
         format.
     wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: in trial calls, an empty one earns half of
         reward.correct (grave, unless your own function scores), or your own function pays at least 4 wrong answers about as
-        well as right ones, or at least 4 numbers that contain the right one just as well.
+        well as right ones, or pays as much for at least 4 longer numbers that contain the right one.
     reward-slow (recipes.md#rewards): Rewards take long: the median trial call takes a quarter of timeout_s; a note.
     form-unsaid (recipes.md#rewards): Prompts do not ask for the form that the reward reads: they lack or forbid \boxed, JSON,
         or the beginning of reward.answer_pattern or format_pattern; they ask for steps, but answer_pattern begins with ^; they
@@ -383,7 +383,7 @@ def rewards(view: SetView) -> Rows:
     groups-small (learning.md#from-rewards-to-advantages): Few groups have different rewards: sampling.group_size is 2 and
         rewards are 0 or 1; a note. If answers are right with probability p, rewards differ in 2 p (1 - p) of the groups.
     max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references, written in
-        the expected form, are longer, or a packaged model's answer is (grave; a warning if your own function scores); or
+        the expected form, or the usual output of a packaged model are longer (grave; a warning if your own function scores); or
         max_tokens is under 128 and prompts ask for reasoning, or under 1,024 and the model thinks first.
     stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references (grave
         from half), in reward.answer_pattern (grave), or in the instructions before the answer; or it is blank or one character,

@@ -40,8 +40,8 @@ def optimizer(view: Settings) -> Rows:
     learning-rate-high (learning.md#learning-rate): The learning rate destroys the model: it exceeds 5e-5, for a toy model 0.01,
         for adapters 0.004 / scaling; grave from 20 times that.
     learning-rate-low (learning.md#learning-rate): The learning rate cannot change the policy: in 50 or more steps, rate × steps
-        is under 3e-5 in 16 bits (half the spacing of bfloat16 at 0.01), or 1e-6 in float32. With adapters, these values
-        limit the movement of B · A at a width of 4,096. Grave from a tenth of them.
+        is under 3e-5 in 16 bits (half the spacing of bfloat16 at 0.01), or 1e-6 in float32. With adapters, these limits
+        apply to the movement of B · A at a width of 4,096. Grave from a tenth of the limit.
     optimizer-settings (learning.md#the-optimizer): AdamW undoes or loses its steps: weight decay shrinks weights by 5 % in the
         run (grave: by half), epsilon exceeds the elements of a clipped gradient (grave: tenfold), or beta1 is at least √beta2.
     """
