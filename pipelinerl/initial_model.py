@@ -46,7 +46,7 @@ def built_folder(recipe: Recipe, run: str, cache: Path | None) -> Path:
     """Return the cache folder of the model that this run builds or copies. Raises `FieldError` if `cache` is None."""
     if cache is None:
         what = f"the run builds or copies the model of model.source = {recipe.model.source!r}"
-        raise FieldError("PIPELINERL_MODEL_CACHE", "", f"{what}: set a folder for it, or PIPELINERL_MODEL_DIR")
+        raise FieldError("PIPELINERL_MODEL_CACHE", "", f"{what}; name a cache folder, or set PIPELINERL_MODEL_DIR")
     return cache / built_name(recipe, run)
 
 

@@ -60,7 +60,7 @@ class Kept(NamedTuple):
 class GroupSpec:
     """A rank's part in a group. `store`: host:port. `name`, such as `epoch-3`, must be new for every group on one store.
     `bind_host`: address at which the other ranks reach this one with gloo; None = the machine's name. `kept`: chunks that need
-    not be sent to this rank; in an open group, those that all receivers keep."""
+    not be sent to this rank. The `spec` of an open `WeightGroup` has the chunks that all receivers keep."""
 
     store: str
     name: str
@@ -239,7 +239,7 @@ def _validate_low_rank(manifest: Manifest) -> None:
         a, b, shape = shapes[item.a], shapes[item.b], tuple(item.shape)
         product, wanted = ("(B·A)ᵀ", a[-1:] + b[:1]) if item.transposed else ("B·A", b[:1] + a[-1:])
         if not (len(a) == len(b) == 2 and a[0] == b[1] and shape == wanted):
-            raise FieldError(f"low_rank[{item.name}].shape", shape, f"must be that of {product}, with A {a} and B {b}")
+            raise FieldError(f"low_rank[{item.name}].shape", shape, f"must be the shape of {product}: A has {a}, B {b}")
         if item.dtype not in DTYPE_BYTES:
             raise FieldError(f"low_rank[{item.name}].dtype", item.dtype, f"must be one of {sorted(DTYPE_BYTES)}")
         if not math.isfinite(item.scaling):
