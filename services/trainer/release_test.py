@@ -68,7 +68,7 @@ async def check_nats(settings: TrainerSettings, credentials: Path | None) -> str
 
 
 async def check_http(who: str, host: str, port: int) -> str:
-    """Check that a Service resolves and answers on its HTTP port. A ready pod listens on its other ports, too."""
+    """Check that a Service resolves and answers on its HTTP port. Other ports are not tried: a ready pod listens on all."""
     from aiohttp import ClientError, ClientSession, ClientTimeout
 
     url = f"http://{host}:{port}/readyz"
@@ -98,7 +98,7 @@ async def check_verifier(address: str, tls_dir: Path | None) -> str:
 
 
 async def check_rights(settings: TrainerSettings) -> str:
-    """Ask the API server about each permission of the trainer's ServiceAccount. Only the permission to list pods is used."""
+    """Check that the trainer's ServiceAccount has each permission that it needs. The check itself only lists pods."""
     kube = in_cluster(settings)
     if kube is None:
         return "kubernetesApi.enabled is false: no permissions are needed"

@@ -224,8 +224,8 @@ def _check_start(policy: PolicyTrainer, version: int, known: Mapping[int, str]) 
     expected = known.get(version, "")
     if expected and policy.snapshot(PolicyVersion(1, version)).sha256().hex() != expected:
         raise ServiceError(
-            f"the weights of version {version}, from which the replay begins, are not those of the run: its initial model has "
-            "changed, or another device rounds differently"
+            f"the weights of version {version}, from which the replay begins, are not those of the run: restore the run's "
+            "initial model if it has changed, and use a device of the same kind, since others may round differently"
         )
 
 

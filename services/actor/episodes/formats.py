@@ -277,7 +277,7 @@ class TemplateFormat:
             raise Unrenderable(f"the model's chat template does not take these messages: {error}") from error
 
     def _turn_end(self, *, asked_again: bool) -> tuple[int | None, str]:
-        """Return the special token after an answer, or None, and the text after it. `asked_again`: a user's message follows."""
+        """Return the special token that ends an answer, or None, and the text after it. `asked_again`: a user turn follows."""
         try:
             tokens = self.control.encode(after_answer(self._tokenizer, asked_again=asked_again))
         except Exception:  # noqa: BLE001 - `render` will say why the template refuses a conversation

@@ -92,7 +92,7 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Module]
     body: dict[str, nn.Module]
     body = {name: one for name, one in modules.items() if isinstance(one, nn.Linear | Conv1D) and one is not head}
     if not body:
-        raise FieldError(field, config.target_modules, f"{type(model).__name__} has no linear layer that could be adapted")
+        raise FieldError(field, config.target_modules, f"{type(model).__name__} has no layer to adapt; remove trainer.lora")
     if config.target_modules == "all-linear":
         return body
     kinds = ", ".join(sorted({name.rpartition(".")[2] for name in body}))
