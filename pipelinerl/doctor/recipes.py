@@ -383,7 +383,7 @@ def rewards(view: SetView) -> Rows:
     groups-small (learning.md#from-rewards-to-advantages): Few groups have different rewards: sampling.group_size is 2 and
         rewards are 0 or 1; a note. If answers are right with probability p, rewards differ in 2 p (1 - p) of the groups.
     max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references, written in
-        the expected form, or the usual output of a packaged model are longer (grave; a warning if your own function scores); or
+        the expected form, or a packaged model's usual output, are longer (grave; a warning if your own function scores); or
         max_tokens is under 128 and prompts ask for reasoning, or under 1,024 and the model thinks first.
     stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references (grave
         from half), in reward.answer_pattern (grave), or in the instructions before the answer; or it is blank or one character,
