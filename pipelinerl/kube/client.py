@@ -108,7 +108,8 @@ DETAIL_CHARACTERS = 300
 
 class KubeClient:
     """Access to one namespace with the rights of the pod's ServiceAccount, whose folder has `token` and `ca.crt`. A context
-    manager, which closes its connections. A failed call raises `KubeError` or, with `insists`, is repeated, except watches."""
+    manager, which closes its connections. A failed call raises `KubeError`. With `insists`, all calls but watches are repeated
+    until they succeed."""
 
     def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S, insists: bool = False) -> None:
         self.namespace = namespace

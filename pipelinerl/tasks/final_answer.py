@@ -89,7 +89,7 @@ def bare_answer(reference: str) -> str:
 
 
 def near_misses(answer: str) -> list[str]:
-    """Return up to three wrong answers like `answer`: its first number alone, its negation, and a pair with swapped parts."""
+    """Return up to three wrong answers like `answer`: its first number alone, the negated answer, a pair with swapped parts."""
     bare, misses = re.sub(r"\\[!,;: $()]|[$~£€]", "", answer).strip(" ."), list[str]()
     bare = bare if bare[:1] in ("(", "[") else re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", bare)
     number = re.search(r"\d+(?:\.\d+)?", bare)
