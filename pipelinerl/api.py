@@ -323,7 +323,7 @@ def _globals_of(name: str, source: str) -> list[str]:
     found = [(symbol, table is top) for table in tables for symbol in table.get_symbols()]
     for symbol, _ in found:
         if symbol.is_declared_global() and (symbol.is_assigned() or symbol.is_imported()):
-            raise _refused(name, f"changes the global {symbol.get_name()}; each verifier process has its own copy")
+            raise _refused(name, f"changes the global {symbol.get_name()}, which each verifier process copies; use a file")
     return [symbol.get_name() for symbol, is_top in found if (symbol.is_referenced() if is_top else symbol.is_global())]
 
 

@@ -226,7 +226,7 @@ class Start:
 
 @dataclass
 class History:
-    """The starts in the first `size` bytes of a journal, which are whole lines."""
+    """The trainer's starts in the first `size` bytes of a journal. These bytes end with a whole line."""
 
     starts: list[Start] = field(default_factory=list)
     size: int = 0

@@ -147,7 +147,7 @@ def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
 
 
 def reads(share: ProblemSet, *answers: str) -> bool:
-    """Return whether `answer_pattern` finds at least one of `answers` in a completion of its `answer_forms`."""
+    """Return whether `answer_pattern` finds one of `answers` in a completion that `answer_forms` makes from this answer."""
     forms = ((re.finditer(share.reward.answer_pattern, text), one) for one in answers for text, _ in answer_forms(share, one))
     return any(last and (last[0][1] or "").strip() == one for found, one in forms for last in [[*found][-1:]])
 
@@ -181,7 +181,7 @@ _TOKEN = re.compile(
     r"(?s)(\\(?:x..|u....|.)|\[\^?]?(?:\\.|[^]\\])*]|\((?:\?(?:P=\w+|P<\w+>|<?[=!]|[a-zA-Z-]*:?|>))?"
     r"|([*+?]|\{(?:\d+,?\d*|,\d+)})[?+]?|.)"
 )
-"""Matches a part of a pattern: a character, a set, a bracket or a repetition. Group 2 is the repetition, else empty."""
+"""Matches a part of a pattern: a character, a set, a bracket or a repetition. Group 2 is empty, except for a repetition."""
 
 
 @cache
@@ -237,7 +237,7 @@ def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
 
 def unearned(place: str, share: ProblemSet, calls: list[Call]) -> Iterator[FieldError]:
     """Yield a warning if nothing could be learned: no reference answer earns a reward, or all earn the same as an empty text.
-    Rewards of 0 cause a warning only for scorers that accept a reference answer alone."""
+    Rewards of 0 cause a warning only for users' functions, and for scorers that accept the reference answer alone."""
     scorer, good = share.reward.scorer, [call for call in calls if call.status == "ok"]
     answers, earned = [call for call in good if call.completion], {call.reward for call in good}
     is_same = len(earned) == 1 and len(answers) < len(good)

@@ -197,8 +197,8 @@ def share_problem(recipe: Recipe, least: float, most: float, why: str = "") -> F
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 weights and gradients, two
-    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, this holds for the
-    adapters alone; the model's frozen weights are counted once, and are also the reference."""
+    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, only the adapters have
+    gradients and moments. The model's frozen weights are counted once, because they are also the reference."""
     moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
     each = (model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments
     if recipe.trainer.lora is not None:
