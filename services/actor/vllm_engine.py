@@ -225,7 +225,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(listeners: Sequence[OnStep]) -> StatLoggerFactory:
-    """Return a class of stat loggers that only call `listeners`. vLLM adds no second logger to a `PrometheusStatLogger`."""
+    """Return a class of stat loggers that only call `listeners`. As a `PrometheusStatLogger`, it replaces vLLM's own one."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):
@@ -262,8 +262,8 @@ class VllmEngine:
         self.weights, weights.before_swap = weights, self._overtake
 
     async def warm_up(self, recipe: Recipe) -> None:
-        """Generate two tokens for each of H prompts, and score a prompt, because vLLM compiles functions at their first use,
-        for about 2.5 s. The prefix cache stays empty. Raises `EngineError` if the engine fails or its results are unusable."""
+        """Generate two tokens for each of H prompts, and score a prompt, so that vLLM compiles its functions now, which takes
+        about 2.5 s. The prefix cache stays empty. Raises `EngineError` if the engine fails or its results are unusable."""
         sampling = vllm_sampling(SamplingParams(recipe.sampling.temperature, WARM_UP_TOKENS), None)
         prompt = np.zeros(1, np.int32)
         requests = [f"warm-up-{number}" for number in range(recipe.actor.sequences_in_progress)]

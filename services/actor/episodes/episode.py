@@ -60,7 +60,7 @@ class Refused(PipelineRLError):
 
 @dataclass(eq=False)
 class RecordedTurn:
-    """A turn. `context_token_ids` is int32[context]. `made`: sampled tokens, with spans relative to the turn's start."""
+    """A turn. `context_token_ids` is int32[context]. `made`: sampled tokens; its spans count from the first of them."""
 
     context_token_ids: TokenIds
     made: Completion = field(default_factory=Completion)

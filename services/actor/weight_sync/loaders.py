@@ -176,7 +176,7 @@ def _routing_obstacle(module: nn.Module) -> str:
 
 
 def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
-    """Return the dictionary that holds the attributes `_KERNEL` of a module with stacked experts; None for other modules."""
+    """Return the attributes of an expert layer's `quant_method`, which include `_KERNEL`; None for other modules."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     method = getattr(module, "quant_method", None)
@@ -341,8 +341,8 @@ def _exchange(left: dict[str, Any], right: dict[str, Any], names: Iterable[str])
 
 
 class InPlaceLoader(ShadowLoader):
-    """Copies the shadow's weights into the live ones. The pause lasts for one copy within the device. `obstacle` checks the
-    condition: post-processing changes only parameters, and gives each the layout of the live parameter."""
+    """Copies the shadow's weights into the live ones. The pause lasts for one copy within the device. Post-processing
+    must change only parameters, and give each the layout of the live one. `obstacle` checks this condition."""
 
     mode = "in_place"
 
