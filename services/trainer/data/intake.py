@@ -2,7 +2,7 @@
 
 `Intake.run` reads the log, checks every sequence and produces ready groups. `take_batch` drops sequences that are too old for
 the requested version, and waits until a batch is full. The feeder replaces lost groups. After too many consecutive lost groups,
-the run ends with an error. Stale groups do not count towards this, because newer versions sample fresh groups.
+the run ends with an error. Groups that are only stale are not counted, because newer versions sample fresh groups.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mappin
 
 @dataclass(frozen=True)
 class HeldSequences:
-    """All sequences that have arrived but have no outcome yet, by stage. Nothing modifies them, so they need no copy."""
+    """All sequences that have arrived but have no outcome yet, by stage. They are not copied, because nothing modifies them."""
 
     taken: tuple[TrainingGroup, ...] = ()
     """Groups for the next step, or in conventional mode for the current phase."""
     ready: tuple[tuple[Sequence, ...], ...] = ()
-    """Trainable samples of each complete group."""
+    """Trainable samples of each complete group that waits for a step."""
     open: tuple[Sequence, ...] = ()
     """Samples of incomplete groups, including failed ones."""
 
@@ -114,7 +114,7 @@ class Intake:
         """Tokens that arrived since this trainer started. `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """By short failure reason: the first message of a failed sequence."""
+        """First full reason of a failure, by its short reason."""
         # For each task without a judge, the number of reward timeouts before its first reward.
         self._in_vain = {name: 0 for name, share in recipe.mixture.items() if share.reward.judge is None}
         self.quarantine = Quarantine(recipe.weights.verify_logprobs)
@@ -203,7 +203,7 @@ class Intake:
     def _set_aside(self, what: str, sequence_ids: tuple[str, ...], failure: str) -> Sequence | None:
         """Count a bad message. If it took the place of a pending sample, return a failed sequence for that sample."""
         self.bad_messages += 1
-        log.error("setting aside %s: %s", what, failure, extra=AGGREGATED)
+        log.error("cannot use %s: %s", what, failure, extra=AGGREGATED)
         for sequence_id in sequence_ids:
             for sequence in self._tracker.missing(sequence_id.rpartition(".")[0], self._bus.run, failure):
                 if sequence.sequence_id == sequence_id:
@@ -313,7 +313,7 @@ class Quarantine:
 
     def judge(self, tokens: Mapping[str, tuple[int, int]]) -> None:
         """Count one step's tokens of lag 0, and quarantine an actor if too many are beyond the bound. `tokens`: for each actor,
-        how many there are, and how many are beyond the bound (`LAG_0_TOKENS`)."""
+        the number of these tokens, and the number beyond the bound (the figure `LAG_0_TOKENS`)."""
         for actor, (seen, off) in tokens.items():
             self._seen[actor] += seen
             self._off[actor] += off

@@ -1,6 +1,6 @@
 """Record the sequences of each optimizer step as Parquet, and read them back. docs/run-directory.md lists the columns.
 
-Each step has one file, with a row per branch in the order in which the step took them. The files have columns instead of
+Each step has one file with a row per branch, in the order of the step's groups and sequences. The files have columns instead of
 messages, because people also use them for analysis, offline training and distillation.
 """
 
@@ -36,7 +36,7 @@ _OF_SEQUENCE = (
     *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "actor", "reward", "generation_s"),
     *("prompt_text", "completion_text", "reference_json", "answer", "reason"),
 )
-"""Columns that have the name of a field of `Sequence`, and its values. All rows of a sequence have the same value."""
+"""Columns that copy the field of `Sequence` with the same name. All rows of a sequence have the same value."""
 
 
 def recorded_file(run_dir: Path, step: int) -> Path:
