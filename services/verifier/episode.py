@@ -172,7 +172,7 @@ def play_environment(make: Callable[[], Environment], correct: float) -> Play:
             answer = correct * done.correct
             components = {"answer": answer, "environment": reward - answer}
         if hidden := ", ".join(components.keys() & metrics):
-            raise BadReward(f"Done's metric {hidden} has the name of a term of the reward, which would hide it; rename it")
+            raise BadReward(f"rename Done's metric {hidden}: a term of the reward has the same name and would hide the metric")
         return VerifyResult(
             status=verifier_pb2.VERIFY_STATUS_OK, reward=reward, components=components, metrics=metrics, answer=turn.text
         )
@@ -321,7 +321,7 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
                     sys.stderr.buffer.flush()
                     del text[:-MESSAGE_CHARACTERS]
                 elif len(text) > _MOST_ANSWER_BYTES:
-                    raise EpisodeFailed(f"the agent printed more than {_MOST_ANSWER_BYTES} bytes")
+                    raise EpisodeFailed(f"the agent's answer has more than {_MOST_ANSWER_BYTES} bytes; log to standard error")
     program.wait()
     os.close(ended)
     return printed.decode(errors="replace"), complained.decode(errors="replace")
@@ -438,7 +438,7 @@ def result_of(episode: Episode, base_url: str) -> VerifyResult:
             )
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     if not traces:
-        raise EpisodeFailed("none of the episode's agents is trained")
+        raise EpisodeFailed("none of the episode's agents is trained; in Env.setup, leave at least one of them trainable")
     reward = fmean(trace.reward for trace in traces)
     numbers = [one for trace in traces for one in _numbers_of(trace)]
     last = [node.message.content for node in traces[-1].nodes if node.sampled]

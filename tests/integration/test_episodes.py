@@ -142,7 +142,7 @@ def denied(*_: Any) -> None:
         ({"reply": lambda *_: Done("0.5")}, "bad_reward", "Done's reward is '0.5', not a number"),  # type: ignore[arg-type]
         ({"reply": lambda *_: Done(1.0, True)}, "bad_reward", "metrics are True; give a dict"),  # type: ignore[arg-type]
         ({"reply": lambda *_: Done(1.0, {"a": None})}, "bad_reward", "metric 'a' is None, not"),  # type: ignore[dict-item]
-        ({"reply": lambda *_: Done(1.0, {"answer": 7.0})}, "bad_reward", "Done's metric answer has the name of a term"),
+        ({"reply": lambda *_: Done(1.0, {"answer": 7.0})}, "bad_reward", "rename Done's metric answer: a term of the reward"),
         ({"start": lambda *_: [{"role": "user", "text": "Hello"}]}, "crashed", "start returned [{'role': 'user', 'text': "),
         ({"start": lambda *_: [{"role": "user", "content": None}]}, "crashed", "start returned [{'role': 'user', 'content': N"),
         ({"start": lambda _, row, seed: row["question"]}, "crashed", "; the row has level, kind"),

@@ -59,7 +59,7 @@ _MONTH = re.compile(
 
 
 def claims(text: str, *, boxed: bool) -> list[str]:
-    """Return the answer that `text` claims, and any later answer that may replace it. Both must be right. Empty = no answer."""
+    """Return the answer that `text` claims, and any later answer that may replace it; both must be right. [] = no answer."""
     text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", outside(thoughts(text), text))
     found, tagged = boxes(text), text.rfind("<answer>")
     if boxed or (found and found[-1][0] > tagged):
