@@ -257,7 +257,7 @@ class RunFiles(ExitStack):
         for name in (METRICS, SAMPLES) if keep_steps is not None else ():
             cut(run_dir / name, keep_steps or 0)
         self.kept: list[StepRecord] = [] if keep_steps is None else read_jsonl(run_dir / METRICS)
-        """Records of all earlier steps that count."""
+        """In a resumed run, the records of the steps up to `keep_steps`; else empty."""
         opened = {name: (run_dir / name).open("a", encoding="utf-8") for name in (METRICS, SAMPLES)}
         self._open = {name: self.enter_context(file) for name, file in opened.items()}
 

@@ -81,7 +81,7 @@ def lengths_of(text: str, max_tokens: int) -> tuple[Lengths, str]:
     for bar in filter(None, given):
         first, last, weight = int(bar[1]), int(bar[2] or bar[1]), float(bar[3] or 1)
         if not 1 <= first <= last or weight == 0:
-            raise FieldError("--lengths", bar[0], "a bar needs 1 token or more, FROM at most TO, and a weight above 0")
+            raise FieldError("--lengths", bar[0], "give a FROM of at least 1, a TO of at least FROM, and a WEIGHT above 0")
         if last > max_tokens:
             raise FieldError("--lengths", bar[0], f"is longer than sampling.max_tokens ({max_tokens}); change one of them")
         bars.append((first, last, weight))

@@ -15,7 +15,7 @@ from pipelinerl.tasks.final_answer import bare_answer, final_answer, occurs
 _NO_ANSWERS = ("json_schema", "regex", "judge", "code")
 """Scorers whose reference is not a right answer."""
 _DEAD, _FEW = 0.95, 0.75
-"""Shares of groups with equal rewards. At `_DEAD`, hardly a signal is left; at `_FEW`, a quarter of the groups has one."""
+"""Shares of groups with equal rewards. At `_DEAD`, hardly a group gives a signal; at `_FEW`, only a quarter do."""
 
 
 def _last(samples: Sequence[Record], kind: Callable[[Record], bool] = bool) -> Record | None:
@@ -23,7 +23,7 @@ def _last(samples: Sequence[Record], kind: Callable[[Record], bool] = bool) -> R
 
 
 def _share(samples: Sequence[Record], least: int, kind: Callable[[Record], bool]) -> float:
-    """Return the share of the samples that are of a kind; 0 if there are fewer than `least` samples."""
+    """Return the share of the samples for which `kind` is true; 0 if there are fewer than `least` samples."""
     return fmean(map(kind, samples)) if len(samples) >= least else 0.0
 
 
@@ -171,8 +171,8 @@ def rewards(run: RunRecords) -> Rows:
 
     groups-all-wrong (recipes.md#tasks): No answer of a group is right: in 75 % of the groups of a run that has not learned;
         grave from 95 % if rewards are equal.
-    groups-all-right (recipes.md#tasks): Every answer is right, so that nothing is left to learn: in 75 % of the last groups, a
-        note. In a run that has not learned, a warning from 75 % of all its groups, and grave from 95 %.
+    groups-all-right (recipes.md#tasks): Every answer is right, so that nothing is left to learn: in 75 % of the last groups. It
+        is a note or, in a run that has not learned, a warning from 75 % of all groups and grave from 95 %.
     reward-constant (recipes.md#rewards): Rewards, or the marks of a judge, do not vary within groups: in 75 % of the groups of
         a run that has not learned; grave from 95 %.
     reward-plateau (recipes.md#rewards): The reward has risen and stopped below its maximum: rewards are equal in 75 % of the
@@ -209,10 +209,10 @@ def rewards(run: RunRecords) -> Rows:
 def terms(run: RunRecords) -> Rows:
     """Examine the parts of the reward, the tasks of a mixture, and the length that rewards lead to.
 
-    term-dominates (recipes.md#rewards): A term other than the answer decides which completion is better: it has 80 % of the
-        terms' spread within groups, and answers earn under 0.9; it has most of the spread, and what answers earn falls by 3
-        standard errors while rewards rise; or the format earns 80 % of its weight, and the answer under 2 % (grave if rewards
-        are equal).
+    term-dominates (recipes.md#rewards): A term other than the answer decides which completion is better: either it has 80 % of
+        the terms' spread within groups, and answers earn under 0.9; or its spread is the largest, and what answers earn falls
+        by 3 standard errors while rewards rise; or the format earns 80 % of its weight, and the answer under 2 % (grave if
+        rewards are equal).
     format-never (recipes.md#rewards): The format term is never earned, so that it teaches nothing: in at least 12 steps.
     task-starves (recipes.md#tasks): A task of the mixture gets too few sequences, or earns nothing: less than a quarter of its
         share, or a mean reward of 0.

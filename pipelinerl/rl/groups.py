@@ -4,10 +4,10 @@
 then another group replaces it. Let N be the number of groups issued and not lost since the run's start, and v the oldest
 version that any actor serves.
 
-With max_lag, keep `N <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then at most
-number `(v + 1 + max_lag) * K` in order of issue. A trainer that consumes in that order uses it at version `v + max_lag` or
-before, so its tokens have lag <= max_lag. Groups finish out of order, so the trainer checks the lag of every sequence. A group
-that is too old is lost and leaves N, so the bound never starves the trainer.
+With max_lag, keep `N <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then number
+`(v + 1 + max_lag) * K` or earlier in the order of issue. A trainer that consumes in this order uses it at version `v + max_lag`
+or before, so its tokens have lag <= max_lag. Groups finish out of order, so the trainer checks the lag of every sequence. A
+group that is too old is lost and leaves N, so the bound never starves the trainer.
 
 In conventional mode, phase p consists of versions pG .. pG + G - 1 and issues at most G * K groups (B * G sequences).
 
@@ -18,8 +18,8 @@ step that uses its group begins, or the group is lost. While a sample waits for 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: A * H for full slots, a next group of n for each actor,
 and B for a waiting batch. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait, unless max_lag
 caused the wait. If `limit / B + 1` successive steps each leave two or more complete groups over, it falls by a quarter of the
-smallest number left over, rounded up. Steps count only after all groups issued before the last change are complete. When an
-actor leaves, the limit returns to its ceiling, because the actor's samples stay in flight for up to half a minute.
+smallest number left over, rounded up. Steps count only after all groups issued before the limit last changed are complete. When
+an actor leaves, the limit returns to its ceiling, because the actor's samples stay in flight for up to half a minute.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
 version is (incarnation, number). After a restart from v = 20, version 25 of the previous incarnation no longer exists.

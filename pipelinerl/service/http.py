@@ -42,8 +42,8 @@ _KEEP_ALIVE_S = 75
 
 
 def guard_hosts(app: ASGIApp, host: str, names: Collection[str] = ()) -> ASGIApp:
-    """Refuse requests whose Host header is not the interface `host`, a name of this machine or one of `names`. Some paths are
-    always answered: `/healthz` on loopback, else those in `PROBED`. Without `names`, guard only loopback interfaces."""
+    """Refuse requests whose Host header is not the interface `host`, a name of this machine or one of `names`. On
+    loopback, `/healthz` is always answered; elsewhere, all of `PROBED` are. Without `names`, guard only loopback interfaces."""
     is_local = host == "localhost"
     with contextlib.suppress(ValueError):  # `host` is a name
         is_local = is_local or ipaddress.ip_address(host).is_loopback

@@ -147,8 +147,10 @@ def _lines(path: Path, stream: io.BufferedIOBase) -> Iterator[bytes]:
     while line := stream.readline(LONGEST_LINE + 1):
         size += len(line)
         if len(line) > LONGEST_LINE or size > LARGEST_UNPACKED:
-            what = f"a line of more than {LONGEST_LINE:,}" if len(line) > LONGEST_LINE else f"more than {LARGEST_UNPACKED:,}"
-            raise UserError(f"{path}: holds {what} bytes; split it, or correct its file extension")
+            what, fix = f"more than {LARGEST_UNPACKED:,} bytes", "split the file"
+            if len(line) > LONGEST_LINE:
+                what, fix = f"a line of more than {LONGEST_LINE:,} bytes", "shorten it, or correct the file's extension"
+            raise UserError(f"{path}: holds {what}; {fix}")
         yield line
 
 

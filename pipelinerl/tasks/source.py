@@ -44,7 +44,7 @@ class Split(StrEnum):
 @dataclass(frozen=True)
 class Problem:
     question: str
-    """Text of the prompt; JSON of its messages, or of the row of an environment or agent; a name if drawn from a seed."""
+    """Text of the prompt. JSON for messages and for rows of environments and agents. A name if drawn from a seed."""
     reference: Mapping[str, Any] = field(default_factory=dict)
     """JSON values: `answer`; `row`, if a reward may need other fields of the row; for reasoning-gym `dataset` and `entry`."""
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -107,7 +107,7 @@ def episode_seed(run_seed: int, split: Split, index: int) -> int:
 
 
 class SeededSource:
-    """Problems of an environment, which draws them from the episode's seed. For `verifiers`, split and number select them."""
+    """Problems of an environment, which draws them from the episode's seed. For `verifiers`, split and index select one."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems
@@ -306,7 +306,7 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
     """Return the reference answer, and the whole row if a reward may need more than the texts of prompt and answer. Raises
-    `BadRow` if the row lacks `answer_field`. Environments, agents and conversations may lack the default `answer_field`."""
+    `BadRow` if the row lacks `answer_field`. Rows of environments and agents, and conversations, may lack its default."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default

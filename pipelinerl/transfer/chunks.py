@@ -174,7 +174,7 @@ class Unpacker:
         return self._incomplete[-1][begin : begin + chunk.num_bytes]
 
     def rewind(self, chunk: Chunk) -> None:
-        """Forget the memory of `chunk`, which is the next to add, and of later chunks. Then call `memory_for` again."""
+        """Forget the memory of `chunk`, which is the next to add, and of later chunks. Call `memory_for` for them again."""
         while len(self._incomplete) > (chunk.offset > self._manifest.offsets[chunk.parameters[0]]):
             self._incomplete.pop()
 

@@ -121,7 +121,7 @@ PLAN = "plan there.yaml --accelerators 2 --parameters"
         ("run there.yaml --run-dir there --set reward.scorer=json:loads --reward-rows 0", "= 'there': holds other files"),
         ("run there.yaml --run-dir there", "= 'there': holds other files (config.json"),
         (f"{PLAN} 7 --lengths 1-64", "--parameters = '7': give a number with M, B or T"),
-        (f"{PLAN} 7B --lengths 64-1", "--lengths = '64-1': a bar needs 1 token or more, FROM at most TO"),
+        (f"{PLAN} 7B --lengths 64-1", "--lengths = '64-1': give a FROM of at least 1, a TO of at least FROM"),
         (f"{PLAN} 7B --lengths nosuch", "--lengths = 'nosuch': is neither bars"),
         (f"{PLAN} 7B --lengths there", "--lengths = 'there': has no ended_by_length in metrics.jsonl"),
         (f"{PLAN} 7B --lengths 1-65", "--lengths = '1-65': is longer than sampling.max_tokens (64)"),
