@@ -173,7 +173,7 @@ def defect_of(made: Completion) -> str:
 
 
 def without_arrays(sequence: Sequence, failure: str) -> Sequence:
-    """Return the sequence as failed, without its completion tokens, which may be invalid. Its texts remain."""
+    """Return the sequence as failed, without its completion tokens, which may be invalid. Its `completion_text` remains."""
     return replace(
         sequence,
         completion_token_ids=np.empty(0, dtype=np.int32),

@@ -132,7 +132,7 @@ SAMPLED_WEIGHTS, LAG_0_TOKENS = "sampled_weights", "lag_0_tokens"
 """Keys of a step's figures that are not in metrics.jsonl. The first has importance weights of `sampled_sequences` by id. The
 second has two numbers by actor: its tokens of lag 0, and how many of these have |log π − log μ| above `bound_of`."""
 BOUND_FLOAT32, BOUND_16_BIT, BOUND_QUANTIZED = 0.01, 1.0, 2.0
-"""Results of `bound_of`, in nats. Single tokens differ more in 16 bits, and even more if the engine's weights are quantised."""
+"""Results of `bound_of`, in nats. log π and log μ differ more in 16 bits, and most if the engine's weights are quantised."""
 
 
 def in_sixteen_bits(recipe: Recipe) -> bool:
@@ -173,7 +173,7 @@ class TokenStatistics:
     moments: NDArray[np.float64]
     """[2, 3]: number, sum and sum of squares of returns, and of returns − baseline; all 0 without a learned baseline."""
     actors: NDArray[np.int64]
-    """[largest actor + 1, 2]: the actor's tokens of lag 0, and how many have a |log weight| that is NaN or above the bound."""
+    """[largest actor + 1, 2]: each actor's tokens of lag 0, and how many have a |log weight| that is NaN or above the bound."""
     reported: NDArray[np.float64]
     """[R, 2]: for each token in `HostMicroBatch.reported` branches, the branch's position in the step, and the log weight."""
 
@@ -208,8 +208,8 @@ def token_figures(
     parts: list[TokenStatistics], totals: NDArray[np.float64], loads: list[int], budget: int, *, applied: bool = True
 ) -> dict[str, Any]:
     """Return figures over all sampled tokens of one optimizer step, with the names of metrics.jsonl (docs/run-directory.md). A
-    figure that the tokens do not define is None. A step that was not `applied` counts no trained tokens. `loads`: tokens of
-    each micro-batch. `budget`: maximum tokens of a micro-batch."""
+    figure is None if it is undefined, such as `ess` with an infinite log weight. A step that was not `applied` counts no
+    trained tokens. `loads`: tokens of each micro-batch. `budget`: maximum tokens of a micro-batch."""
     loss, reference_kl, value_loss, _ = totals.tolist()
     by_lag, by_bucket = summed([part.by_lag for part in parts]), np.stack([part.by_bucket for part in parts])
     weights, found, num_tokens = by_bucket[..., :4], np.flatnonzero(by_lag), int(by_lag.sum())

@@ -31,7 +31,7 @@ def load_policy(
         if not (Path(source) / "config.json").is_file():
             raise FieldError("model.name", source, "the folder has no config.json: name a Hugging Face model folder")
     elif config.source != "hub" or Path(source).is_absolute():
-        raise FieldError("model.name", source, "there is no such folder")
+        raise FieldError("model.name", source, "there is no such folder: name a Hugging Face model folder")
     hub = hub_arguments(source, config)
     model: Any = _load_weights(source, _load_config(source, config, hub), config, hub)
     if trainer.lora is not None:
@@ -175,7 +175,6 @@ def _load_weights(source: str, hf_config: PretrainedConfig, config: ModelConfig,
     model, report = loaded
     if report["missing_keys"] or report["mismatched_keys"]:
         lacking = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
-        raise FieldError(
-            "model.name", source, f"weights are missing or differ from config.json's shapes: {', '.join(lacking[:3])}"
-        )
+        fix = f"weights are missing or do not fit config.json ({', '.join(lacking[:3])}); use a complete checkpoint"
+        raise FieldError("model.name", source, fix)
     return model
