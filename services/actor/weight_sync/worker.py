@@ -85,8 +85,8 @@ class Receiver:
         self._loading.add_done_callback(lambda done: self._problems.put(done.exception()))
 
     def resume(self, group: WeightGroup | StreamFile, timeout_s: float) -> None:
-        """Continue on the loader's thread. If the load is complete, only receive, on this thread, the chunks that other ranks
-        lack. Raises `TransferError`."""
+        """Continue on the loader's thread. If the load is complete, receive on this thread the chunks that other ranks lack,
+        and drop them. Raises `TransferError`."""
         assert self._loading is not None
         self.group, self.timeout_s = group, timeout_s
         if not self._loading.done():
@@ -201,8 +201,8 @@ class Receiver:
 
 @dataclass(eq=False)
 class TransferWorker:
-    """Performs the actor's orders in one vLLM worker. `loading` is the first message to the actor. The stall timeout,
-    which limits one chunk and a Discard, is `stall_timeout_s` or the manifest's `slowest_chunk_s`, whichever is longer."""
+    """Performs the actor's orders in one vLLM worker. `loading` is the first message to the actor. One chunk may take
+    at most the stall timeout: `stall_timeout_s` or the manifest's `slowest_chunk_s`, whichever is longer."""
 
     rank: int
     loading: WeightLoading
