@@ -73,7 +73,7 @@ def weight_sender(
 
 def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
     """Return whether a single rank's GPU can keep the snapshots. Adapters always fit. Whole weights must fit in addition to
-    the training state. They never stay on a GPU shared with an actor, where torch may use only a fraction of the memory."""
+    the training state, and never stay on a GPU shared with an actor, where torch may use only a fraction of the memory."""
     if sends_adapters(recipe) or torch.cuda.get_per_process_memory_fraction(policy.device) < 1:
         return sends_adapters(recipe)
     model = Model.of(recipe, sum(parameter.numel() for parameter in policy.parameters()))

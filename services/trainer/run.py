@@ -171,7 +171,7 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Wait for the expected actors. At the timeout, raise `ServiceError`; with `linger` or starting actors, only warn."""
+        """Wait for the expected actors. At the timeout, raise `ServiceError`; only warn with `linger` or while actors start."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:

@@ -130,8 +130,8 @@ class Checkpointer:
                 raise
 
     async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return when it is on disk. `anew`: write this version again,
-        with newer sequences. `last`: let no further step begin. Raises `ServiceError` if writing fails or the run has ended."""
+        """Write a checkpoint now, or after the running step, and return when it is on disk. `anew`: even if this
+        version has one. `last`: let no further step begin. Raises `ServiceError` if writing fails or the run has ended."""
         while True:
             async with self._boundary:
                 if self._interrupted:

@@ -97,7 +97,7 @@ def fetch_model(url: str, folder: Path) -> str:
             if said is not None and found != said:
                 raise ServiceError(f"{url}/{name} does not match {MANIFEST}: it is damaged or being replaced; try again")
     except FileNotFoundError as error:
-        raise FieldError("model.name", url, f"there is no model: {first_line(error)}") from error
+        raise FieldError("model.name", url, f"there is no model: {first_line(error)}; give the URL of one") from error
     return url
 
 
@@ -116,7 +116,7 @@ def fetch_initial(name: str, run_dir: Path, folder: Path) -> str:
             raise ServiceError(f"{source} cannot be copied, or was removed meanwhile: {first_line(error)}") from error
         found = str(source)
     if not (folder / COMPLETE).is_file():
-        raise FieldError("model.name", name, f"has no {COMPLETE}: not a Hugging Face model folder")
+        raise FieldError("model.name", name, f"has no {COMPLETE}; give the folder of a Hugging Face model")
     return found
 
 
