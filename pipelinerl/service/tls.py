@@ -67,7 +67,7 @@ def present(context: ssl.SSLContext, folder: Path, field: str) -> None:
         context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
     except (OSError, ValueError) as error:  # TLS errors are OSErrors, and so is the error for a missing file
         reason = getattr(error, "reason", None) or error
-        raise FieldError(field, str(folder / CERTIFICATE), f"does not match {KEY}: {reason}") from error
+        raise FieldError(field, str(folder / CERTIFICATE), f"cannot be used with {KEY}: {reason}") from error
 
 
 class RenewedCertificates:

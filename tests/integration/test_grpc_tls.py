@@ -113,7 +113,7 @@ def test_files_that_cannot_be_used_are_named_at_the_start(files: Callable[..., P
     folder = files("mine", HOST)
     read_certificates(folder, role)
     (folder / "tls.key").write_bytes((files("other", HOST) / "tls.key").read_bytes())
-    refused(folder, r"tls_dir = .*tls\.crt.* does not match tls\.key")
+    refused(folder, r"tls_dir = .*tls\.crt.* cannot be used with tls\.key")
     refused(files("mine", HOST, days=-1), r"tls\.crt.* is not valid under ca\.crt: certificate has expired")
     Authority("another").write_ca(files("mine", HOST))
     refused(folder, r"is not valid under ca\.crt: .*issuer")
