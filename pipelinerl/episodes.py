@@ -199,7 +199,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         try:
             schema["default"] = json.loads(json.dumps(parameter.default, allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise UserError(f"{what} has the default {parameter.default!r:.100}, which is not JSON") from error
+            raise UserError(f"{what} has the default {parameter.default!r:.100}, which is not JSON; use another") from error
     parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     described_function = {"name": name, "description": description, "parameters": parameters}
     return Tool(function, {"type": "function", "function": described_function})

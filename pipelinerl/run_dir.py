@@ -34,7 +34,7 @@ checkpoint empties the streams first."""
 STATE_FORMAT = 3
 """Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
-"""Free space that a run needs at its start in addition to the next checkpoint, and free space that it leaves unused."""
+"""Free space that a run needs in addition to the next checkpoint: at its start, and later."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class RunDir:
 
     def next_checkpoint_bytes(self, keep: int, first_bytes: int = 0) -> int:
         """Return the free space that the next checkpoint needs: the newest one's size, or `first_bytes` without one. Return 0
-        while the trainer writes or removes a checkpoint. If more than `keep` exist, it is about to remove one."""
+        while the trainer writes or removes a checkpoint, or is about to remove one, because more than `keep` exist."""
         is_under_way = any(self.checkpoints.glob(".*")) or len(resumable(self.path)) > keep
         return 0 if is_under_way else self.checkpoint_bytes() or first_bytes
 
@@ -200,7 +200,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 NAMED_IN = ("run.json", "lineage.json")
-"""Files with the name of a run. The local runner writes the first, and the trainer the second."""
+"""Files that contain the name of a run. The local runner writes the first, and the trainer the second."""
 
 
 def check_folder(folder: Path, option: str = "RUN_DIR") -> None:
@@ -221,7 +221,7 @@ def run_name(folder: Path, option: str = "RUN_DIR") -> str:
         except FileNotFoundError:
             continue
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise FieldError(option, str(folder), f"its {file} does not name the run: {error!r}") from error
+            raise FieldError(option, str(folder), f"its {file} does not name the run: {error!r}; restore that file") from error
         break
     return check_run_name(str(name), option)
 

@@ -139,7 +139,7 @@ def data_words(data: Path, question: str | None, answer: str | None) -> dict[str
     try:
         problems = FileSource(task, seed=0).problems  # from the rows that a run can use
     except FieldError as error:
-        raise FieldError("--data", str(data), f"{error.fix} (at least 2 are needed: 1 is held out)") from error
+        raise FieldError("--data", str(data), f"{error.fix} (at least 2 problems are needed: 1 is held out)") from error
     answers = [str(one.reference.get("answer", "")) for one in problems]
     pattern = next((one for one in _FINAL if all(re.search(one, text) for text in answers)), "")
     words = {"DATA": data.name, "QUESTION": task.prompt_field, "ANSWER": task.answer_field}

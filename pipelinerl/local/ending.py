@@ -158,7 +158,7 @@ def reward_ends(summary: Mapping[str, Any], key: str) -> str:
 
 
 def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each known figure. A run that ends before its first step has few."""
+    """Yield a line for each known figure."""
     lag, ess = summary.get("lag") or {}, summary.get("ess") or {}
     first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
     multi, truncated = summary.get("sequences_multi_version_fraction"), summary.get("sequences_truncated_fraction")

@@ -22,8 +22,8 @@ REPORT_SCRIPTS = ("charts.js", "flow.js", "samples.js", "views.js", "report.js")
 """Scripts inlined in report.html of a run."""
 COMPARISON_SCRIPTS = ("charts.js", "samples.js", "views.js", "comparison.js")
 MAX_RECORDS = 1500
-"""The live page draws every step of a run with fewer than twice this many steps. Of a longer run, it draws evenly spaced steps,
-between this number and twice this number. A report uses half of this number."""
+"""The live page draws at least this many evenly spaced steps of a longer run, but fewer than twice as many. A report draws half
+as many as the live page."""
 NEWEST = 20
 """Number of newest steps that are never thinned."""
 SAMPLES_SHOWN = 8

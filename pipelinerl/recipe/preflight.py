@@ -137,7 +137,7 @@ def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *
 
 
 def doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldError]]:
-    """Yield warnings about values that are valid but may be mistakes, each after the id that `pipelinerl doctor` gives it."""
+    """Yield warnings about values that are valid but may be mistakes, each with the id that `pipelinerl doctor` gives it."""
     trainer = recipe.trainer
     if trainer.warmup_steps > trainer.steps:  # A short trial of a recipe may intend this.
         fix = f"is above trainer.steps ({trainer.steps}), so the rate never reaches {trainer.learning_rate:g}; use fewer"
@@ -230,7 +230,7 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
-    """Add a set's source to `sources`. Yield an error if it makes no problem, or if a small model cannot read a question."""
+    """Add a set's source to `sources`. Yield an error if it makes no problem, or a small model lacks a letter of a question."""
     task = share.task
     try:
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)

@@ -88,7 +88,7 @@ class Placement(BaseModel):
 
 def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None, share: float | None = None) -> Recipe:
     """Return the recipe with `count` actors, `ranks` trainer ranks and vLLM's `share` of memory. None keeps the recipe's value;
-    if that is `auto`, a number becomes 1, and the share becomes vLLM's default."""
+    if that is `auto`, the recipe gets 1 actor, 1 rank or vLLM's default share."""
     engine = recipe.actor.engine.model_copy(update={"gpu_memory_utilization": share or recipe.actor.engine.memory_share})
     actor = recipe.actor.model_copy(update={"count": recipe.actor.number if count is None else count, "engine": engine})
     trainer = recipe.trainer.model_copy(update={"nproc": ranks or recipe.trainer.ranks})
@@ -198,9 +198,9 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
 
 
 def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tuple[int, int]:
-    """Return the ranks and actors of the fastest split by the data sheet, for lengths evenly spread up to `max_tokens`. If
-    the sheet or the model's size is unknown, each side gets about half. If there are too few GPUs, return the fewest ranks and
-    0 actors. With MIG instances, there is only one rank."""
+    """Return the ranks and actors of the split that is fastest by the GPU's data sheet, for lengths evenly spread up to
+    `max_tokens`. If the sheet or the model's size is unknown, each side gets about half. If there are too few GPUs, return the
+    fewest ranks and 0 actors. With MIG instances, there is only one rank."""
     size, fewest = recipe.actor.engine.tensor_parallel_size, rank_unit(recipe)
     actors = max(1, len(free) // 2 // size)
     if any(device.is_instance for device in free):
@@ -220,8 +220,8 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
 
 
 def _most_ranks(recipe: Recipe, free: Sequence[Device], model: Model | None, limit: int) -> int:
-    """Return the largest multiple of `rank_unit` up to `limit` at which the ranks can hold weights and optimizer. If there is
-    none, return the largest multiple. `free` begins with the GPUs of the most free memory. MIG instances allow only 1."""
+    """Return the largest multiple of `rank_unit` up to `limit` at which the ranks can hold weights and optimizer. If none
+    suffices, return the largest multiple. `free` begins with the GPUs of the most free memory. MIG instances allow only 1."""
     if any(device.is_instance for device in free):
         return min(limit, 1)
     unit = rank_unit(recipe)
@@ -235,7 +235,7 @@ def _fit(recipe: Recipe, model: Model, gpus: Sequence[Device]) -> bool:
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:
     """Remove `number` GPUs from `left` and return their names: a first GPU, those that NVLink connects with it, then others.
-    The first GPU is one with just enough links to the others or, if none has enough, one with the most links."""
+    The first GPU has the fewest links among GPUs with at least `number` - 1 links, or else the most links."""
 
     def order(device: Device) -> tuple[bool, int]:
         links = sum(other.uuid in device.linked for other in left)
@@ -283,7 +283,7 @@ def _with_numbers(
 
 
 class _Room(NamedTuple):
-    """An actor's GPU: the shares of its memory that vLLM needs and may take, its uses in GiB, and torch's share for a rank."""
+    """An actor's GPU: the shares of memory that vLLM needs and may take, all uses in GiB, and torch's share for a rank."""
 
     device: Device
     least: float

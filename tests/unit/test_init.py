@@ -147,7 +147,7 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
             "new --data full/one.jsonl --question a",
             "no column is called answer, reference, solution, output, response, target or",
         ),
-        ("new --data full/header.csv", "contains no problems; give another file (at least 2 are needed"),
+        ("new --data full/header.csv", "contains no problems; give another file (at least 2 problems are needed"),
         (
             "new --data full/same.csv",
             "full/same.csv, which repeats line 3 ('a'), has 1 distinct problem; some must be left for training (at least 2",
