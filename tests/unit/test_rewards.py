@@ -242,6 +242,11 @@ def test_programs_that_set_out_to_deceive_earn_nothing(name: str) -> None:
          "class Stack:\n    def __init__(self): self.a = []\n    def push(self, x): self.a.append(x)\n"
          "    def pop(self): return self.a.pop()\n    def __len__(self): return len(self.a)"),
         ({"tests": "from solution import add\ndef test_add():\n    assert add(2, 3) == 5"}, FUNCTION),
+        ({"tests": "class TestAdd:\n    test_cases = [(2, 3, 5)]\n    def test_all(self):\n"
+          "        for a, b, c in self.test_cases: assert add(a, b) == c"}, FUNCTION),
+        ({"tests": "import unittest\nclass Add(unittest.IsolatedAsyncioTestCase):\n    def setUp(self): self.c = 5\n"
+          "    async def test_add(self): self.assertEqual(add(2, 3), self.c)\n"
+          "    @unittest.skip('slow')\n    def test_slow(self): assert False"}, FUNCTION),
         ({"tests": {"fn_name": "add", "inputs": [[0.1, 0.2]], "outputs": [0.3]}}, FUNCTION),
         ({"tests": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [None]}}, "def add(a, b): print(a)"),
         ({"tests": ["assert math.isclose(add(0.1, 0.2), 0.3)"]}, FUNCTION),
@@ -289,9 +294,17 @@ def test_code_takes_the_tests_of_a_parquet_files_rows(tmp_path: Path) -> None:
 
 
 NO_TESTS = (None, [], "", "[", 7, [7], {"inputs": ["1"], "outputs": []}, [{"input": "1"}])
+NOT_RUN = (
+    "async def test_add():\n    assert add(2, 3) == 5",
+    "def test_add():\n    yield add(2, 3) == 5",
+    "import unittest\nclass Add(unittest.TestCase):\n    async def test_add(self): assert add(2, 3) == 5",
+    "class TestAdd:\n    def setup_method(self): self.c = 5\n    def test_add(self): assert add(2, 3) == self.c",
+    "import unittest\n@unittest.skip('slow')\nclass Add(unittest.TestCase):\n    def test_add(self): assert add(2, 3) == 5",
+    "def test_add(c):\n    assert add(2, 3) == c",
+)
 
 
-@pytest.mark.parametrize("tests", [*NO_TESTS, packed(os.system), packed([]), packed("[")])
+@pytest.mark.parametrize("tests", [*NO_TESTS, *NOT_RUN, packed(os.system), packed([]), packed("[")])
 def test_tests_that_are_none_are_told(tests: Any) -> None:
     with pytest.raises(BadReference, match="tests: "):
         of_code({"tests": tests}, "x")

@@ -79,7 +79,7 @@ class AdaptedLinearMethod(LinearMethodBase):
                 self.unpacked[some] = self.plain.apply(layer, rows)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute in the order of the trainer's `rounded_once` (`services.trainer.learn.lora`)."""
+        """Return the layer's output with its adapter. If `rounds_once`, round their sum once, as the trainer does."""
         low_rank = nn.functional.linear(nn.functional.linear(x.to(self.a.dtype), self.a), self.b) * self.scaling
         if not self.rounds_once:
             y = self.plain.apply(layer, x, bias)

@@ -288,17 +288,36 @@ def _check() -> None:
     os.write(writing, json.dumps({**verdict, "gone": peer.is_gone}).encode())
 
 
+_SETUPS = {"setup_module", "setup_function", "setup_class", "setup_method", "setUpModule", "setUpClass"}
+_SKIPPED = "__unittest_skip__"  # set by unittest.skip
+_LAZY = "is async or yields, so a call does not run it; let a plain function run it, such as with asyncio.run"
+
+
+def _is_lazy(function: Any) -> bool:
+    """Return whether a call only makes a generator or a coroutine (flags of the `inspect` module, which imports slowly)."""
+    return bool(getattr(getattr(function, "__code__", None), "co_flags", 0) & (0x20 | 0x80 | 0x200))
+
+
 def _collected(tests: dict[str, Any]) -> str:
-    """Run test functions, methods and cases as pytest would. Return why this is impossible, or "". Raises the tests' errors."""
-    runs = list[Callable[[], Any]]()
+    """Run the functions, methods and cases that pytest would run. Return why one cannot be run, or "". Raises the tests' errors."""
+    runs, names = list[Callable[[], Any]](), set(tests)
     for name, value in list(tests.items()):
         own = getattr(value, "__module__", None) == "tests" and not isinstance(value, Remote)
         is_case = own and hasattr(value, "debug")  # a TestCase of unittest
         if own and isinstance(value, type) and (is_case or name.startswith("Test")):
-            methods = [each for each in dir(value) if each.startswith("test")]
-            runs += [value(each).debug if is_case else getattr(value(), each) for each in methods]
+            names.update(*(vars(kind) for kind in value.__mro__ if kind.__module__ == "tests"))
+            methods = {each: getattr(value, each) for each in dir(value) if each.startswith("test")}
+            for each, method in methods.items():
+                if callable(method) and not getattr(value, _SKIPPED, getattr(method, _SKIPPED, False)):
+                    if _is_lazy(method) and not hasattr(value, "addAsyncCleanup"):  # IsolatedAsyncioTestCase awaits it
+                        return f"{each} {_LAZY}"
+                    runs.append(value(each).debug if is_case else getattr(value(), each))
         elif own and isinstance(value, types.FunctionType) and name.startswith("test"):
+            if _is_lazy(value):
+                return f"{name} {_LAZY}"
             runs.append(value)
+    if unrun := names & _SETUPS:
+        return f"{min(unrun)} is not run; let the tests call it"
     for run in runs:
         code = getattr(run, "__code__", None) or getattr(getattr(run, "__func__", None), "__code__", None)
         if code and code.co_argcount > isinstance(run, types.MethodType) + len(run.__defaults__ or ()):
