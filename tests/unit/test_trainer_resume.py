@@ -386,7 +386,7 @@ def test_what_is_held_comes_back_from_disk(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_not_whole_says_which_and_what_to_do(tmp_path: Path) -> None:
     folder = tmp_path / "step-5" / "resume"
     folder.mkdir(parents=True)
-    with pytest.raises(ServiceError, match=r"step-5 cannot be read.*Remove that folder"):
+    with pytest.raises(ServiceError, match=r"step-5 cannot be read.*Restore it, or remove it"):
         load_run_state(folder)
     make_run_state(5, SequenceTracker()).save(folder)
     (folder / "run.json").write_text('{"format": 99}')

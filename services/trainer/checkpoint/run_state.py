@@ -153,7 +153,7 @@ def load_run_state(folder: Path) -> RunState:
         return RunState(**content, held=held)
     except (OSError, ValueError, KeyError, TypeError, DecodeError, PipelineRLError) as error:
         raise ServiceError(
-            f"the checkpoint in {folder.parent} cannot be read: {error!r}. Remove that folder to resume from the previous one"
+            f"the checkpoint in {folder.parent} cannot be read: {error!r}. Restore it, or remove it to resume from another one"
         ) from error
 
 
