@@ -24,7 +24,7 @@ from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
 from services.verifier.confinement import children, descendants
 from services.verifier.episode import Policy, play_environment, run_episode
 from services.verifier.sandbox import confinement_missing
-from tests.support.chat_endpoint import FakeEndpoint, calls, endpoint, fake_endpoint, refuses, says
+from tests.support.chat_endpoint import Endpoint, calls, endpoint, refuses, says
 from tests.support.hostile_programs import ESCAPES, HOGS, LEAVERS, MAY, left_by, surroundings_in
 from tests.support.machine import ends_within, until
 from tests.support.verifier import ROOT, START_S, Verifier, sample, serving, verifier
@@ -53,14 +53,14 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
 
 
 @pytest.fixture
-def policy() -> Iterator[FakeEndpoint]:
-    with fake_endpoint(lambda _: says("0.5")) as endpoint:
-        yield endpoint
+def policy() -> Iterator[Endpoint]:
+    with endpoint(lambda _: says("0.5")) as policy:
+        yield policy
 
 
-def episode(endpoint: FakeEndpoint, row: dict[str, Any], number: int = 0, **fields: Any) -> EpisodeRequest:
+def episode(policy: Endpoint, row: dict[str, Any], number: int = 0, **fields: Any) -> EpisodeRequest:
     reference = {"row": row} | ({"answer": fields.pop("answer")} if "answer" in fields else {})
-    known = {"sequence_id": f"g.{number}", "task": NAME, "seed": 7, "base_url": endpoint.base_url(str(number))}
+    known = {"sequence_id": f"g.{number}", "task": NAME, "seed": 7, "base_url": policy.base_url(str(number))}
     return EpisodeRequest(reference_json=json.dumps(reference), **(known | fields))
 
 
@@ -69,7 +69,7 @@ async def run(address: str, *requests: EpisodeRequest) -> list[VerifyResult]:
         return await asyncio.gather(*(client.run_episode(request, START_S) for request in requests))
 
 
-async def run_few_at_once(hostile: Verifier, policy: FakeEndpoint, programs: list[str]) -> list[VerifyResult]:
+async def run_few_at_once(hostile: Verifier, policy: Endpoint, programs: list[str]) -> list[VerifyResult]:
     requests = [episode(policy, {"in_reply": f"run {program}"}, number) for number, program in enumerate(programs)]
     batches = (requests[start : start + 4] for start in range(0, len(requests), 4))
     return [one for batch in batches for one in await run(hostile.address.grpc, *batch)]
@@ -80,12 +80,12 @@ async def run_few_at_once(hostile: Verifier, policy: FakeEndpoint, programs: lis
 
 async def test_an_environment_is_asked_turn_by_turn_until_it_is_done(hostile: Verifier) -> None:
     turns = iter(["one", "two", "3"])
-    with fake_endpoint(lambda _: says(next(turns))) as endpoint:
-        (result,) = await run(hostile.address.grpc, episode(endpoint, {"turns": 3}))
+    with endpoint(lambda _: says(next(turns))) as policy:
+        (result,) = await run(hostile.address.grpc, episode(policy, {"turns": 3}))
     assert (status_name(result.status), result.reward, dict(result.components)) == ("ok", 3.25, {"answer": 3.25})
     assert (dict(result.metrics), result.answer, result.message) == ({"said": 3.0}, "3", "")
-    drawn = endpoint.requests[0]["messages"][1]["content"]
-    assert endpoint.requests[2]["messages"] == [
+    drawn = policy.requests[0]["messages"][1]["content"]
+    assert policy.requests[2]["messages"] == [
         {"role": "system", "content": "seed 7"},
         {"role": "user", "content": drawn},
         {"role": "assistant", "content": "one"},
@@ -95,7 +95,7 @@ async def test_an_environment_is_asked_turn_by_turn_until_it_is_done(hostile: Ve
     ]
 
 
-async def test_the_same_seed_draws_the_same_and_another_one_something_else(hostile: Verifier, policy: FakeEndpoint) -> None:
+async def test_the_same_seed_draws_the_same_and_another_one_something_else(hostile: Verifier, policy: Endpoint) -> None:
     await run(hostile.address.grpc, *(episode(policy, {}, number, seed=number // 2) for number in range(4)))
     drawn = sorted((r["messages"][0]["content"], r["messages"][1]["content"]) for r in policy.requests)
     assert drawn[0] == drawn[1]
@@ -104,13 +104,13 @@ async def test_the_same_seed_draws_the_same_and_another_one_something_else(hosti
 
 
 @pytest.mark.parametrize(("correct", "parts"), [(True, [1.0, -0.25]), (False, [0.0, 0.75])])
-async def test_environments_give_rewards(hostile: Verifier, policy: FakeEndpoint, correct: bool, parts: list[float]) -> None:
+async def test_environments_give_rewards(hostile: Verifier, policy: Endpoint, correct: bool, parts: list[float]) -> None:
     (result,) = await run(hostile.address.grpc, episode(policy, {"correct": correct}))
     assert dict(result.components) == dict(zip(("answer", "environment"), parts, strict=True))
     assert result.reward == 0.75
 
 
-async def test_an_environment_must_say_true_or_false(hostile: Verifier, policy: FakeEndpoint) -> None:
+async def test_an_environment_must_say_true_or_false(hostile: Verifier, policy: Endpoint) -> None:
     (result,) = await run(hostile.address.grpc, episode(policy, {"correct": "no"}))
     assert status_name(result.status) == "crashed"
     assert "Done has correct='no'; it must be True, False or None" in result.message
@@ -124,7 +124,7 @@ class Odd:
         return Done(1.0)
 
 
-def play(environment: type[Odd], policy: FakeEndpoint, row: dict[str, Any]) -> VerifyResult:
+def play(environment: type[Odd], policy: Endpoint, row: dict[str, Any]) -> VerifyResult:
     client = Policy(policy.base_url(), lambda _: None)
     result = run_episode(play_environment(environment, 1.0), episode(policy, row), client, max_abs=1e4)
     assert isinstance(result, VerifyResult)
@@ -152,13 +152,13 @@ def denied(*_: Any) -> None:
         ({"tools": ["multiply"]}, "crashed", "attribute tools is ['multiply']; it must be a list of functions or schemas"),
     ],
 )
-def test_a_mistake_of_an_environment_is_named(wrong: dict[str, Any], status: str, said: str, policy: FakeEndpoint) -> None:
+def test_a_mistake_of_an_environment_is_named(wrong: dict[str, Any], status: str, said: str, policy: Endpoint) -> None:
     result = play(type("Odd", (Odd,), wrong), policy, {"level": 1, "kind": "a"})
     assert status_name(result.status) == status
     assert said in result.message
 
 
-def test_an_environment_offers_functions_from_its_start_on_and_may_reuse_its_messages(policy: FakeEndpoint) -> None:
+def test_an_environment_offers_functions_from_its_start_on_and_may_reuse_its_messages(policy: Endpoint) -> None:
     def look(place: str) -> str:
         return place
 
@@ -185,16 +185,16 @@ def test_an_environment_offers_functions_from_its_start_on_and_may_reuse_its_mes
 )
 async def test_a_turn_for_which_the_policy_has_no_room_is_its_fault(hostile: Verifier, code: str, http_status: int) -> None:
     turns = iter([says("one"), refuses(code, http_status)])
-    with fake_endpoint(lambda _: next(turns)) as endpoint:
-        (result,) = await run(hostile.address.grpc, episode(endpoint, {"turns": 3}))
+    with endpoint(lambda _: next(turns)) as policy:
+        (result,) = await run(hostile.address.grpc, episode(policy, {"turns": 3}))
     assert (status_name(result.status), result.reward, result.message.partition(":")[0]) == ("ok", 0.0, code)
     assert dict(result.components) == {"answer": 0.0}
 
 
 async def test_an_actor_that_refuses_or_is_gone_is_nobodys_fault(hostile: Verifier) -> None:
-    with fake_endpoint(lambda _: refuses("gone", 404)) as endpoint:
-        (refused,) = await run(hostile.address.grpc, episode(endpoint, {}))
-    (away,) = await run(hostile.address.grpc, episode(endpoint, {}))
+    with endpoint(lambda _: refuses("gone", 404)) as policy:
+        (refused,) = await run(hostile.address.grpc, episode(policy, {}))
+    (away,) = await run(hostile.address.grpc, episode(policy, {}))
     assert [status_name(result.status) for result in (refused, away)] == ["crashed"] * 2
     assert "HTTP 404" in refused.message
     assert "the actor does not answer" in away.message
@@ -215,7 +215,7 @@ MISDEEDS = [
 ]
 
 
-async def test_a_misdeed_costs_its_own_episode(hostile: Verifier, policy: FakeEndpoint) -> None:
+async def test_a_misdeed_costs_its_own_episode(hostile: Verifier, policy: Endpoint) -> None:
     """All at once, in the start and after a turn, with a good episode beside each."""
     rows = [{when: row[0]} for row in MISDEEDS for when in ("in_start", "in_reply")]
     pairs = enumerate([bad, {}] for bad in rows)
@@ -229,7 +229,7 @@ async def test_a_misdeed_costs_its_own_episode(hostile: Verifier, policy: FakeEn
     assert await sample(hostile.address, "episodes") == 0
 
 
-async def test_processes_an_environment_started_end_with_its_episode(policy: FakeEndpoint, tmp_path: Path) -> None:
+async def test_processes_an_environment_started_end_with_its_episode(policy: Endpoint, tmp_path: Path) -> None:
     misdeeds = ("leave_children", "leave_children_and_hang")
     asked = [episode(policy, {"in_reply": f"{one} {tmp_path / one}"}, number) for number, one in enumerate(misdeeds)]
     with verifier(tmp_path, recipe(reward={"sandbox": False})) as running:
@@ -241,7 +241,7 @@ async def test_processes_an_environment_started_end_with_its_episode(policy: Fak
 
 
 @pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
-async def test_an_environment_gets_out_no_more_than_a_program(hostile: Verifier, policy: FakeEndpoint, tmp_path: Path) -> None:
+async def test_an_environment_gets_out_no_more_than_a_program(hostile: Verifier, policy: Endpoint, tmp_path: Path) -> None:
     with surroundings_in(tmp_path) as surroundings:
         escapes = [surroundings.filled(program, hostile.process.pid) for name, program in ESCAPES.items() if name not in MAY]
         results = await run_few_at_once(hostile, policy, escapes)
@@ -250,7 +250,7 @@ async def test_an_environment_gets_out_no_more_than_a_program(hostile: Verifier,
 
 
 @pytest.mark.skipif(bool(confinement_missing()), reason=confinement_missing())
-async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier, policy: FakeEndpoint, tmp_path: Path) -> None:
+async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier, policy: Endpoint, tmp_path: Path) -> None:
     hasty = {"task": recipe(task={"answer_timeout_s": 3.0})["task"]}
     patient = {"name": "patient", "task": hasty["task"] | {"answer_timeout_s": START_S}}
     with verifier(tmp_path, recipe() | {"task": None, "tasks": [hasty, patient]}) as running:
@@ -285,7 +285,7 @@ async def test_what_an_environment_takes_or_leaves_is_bounded(hostile: Verifier,
     ],
 )
 async def test_an_episode_that_cannot_be_put_in_a_sandbox_says_why(
-    policy: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepares: str, said: str
+    policy: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepares: str, said: str
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -310,8 +310,8 @@ async def test_a_call_that_is_cancelled_ends_its_episode(hostile: Verifier) -> N
         waits.wait()
         return says("1")
 
-    with fake_endpoint(answer) as endpoint:
-        calling = asyncio.create_task(run(hostile.address.grpc, episode(endpoint, {})))
+    with endpoint(answer) as policy:
+        calling = asyncio.create_task(run(hostile.address.grpc, episode(policy, {})))
         await asked.wait()
         (template,) = children(hostile.process.pid)
         (process,) = children(template)
@@ -323,10 +323,10 @@ async def test_a_call_that_is_cancelled_ends_its_episode(hostile: Verifier) -> N
         await asyncio.sleep(0.01)
 
 
-async def test_when_the_template_dies_its_episodes_may_be_run_again(hostile: Verifier, policy: FakeEndpoint) -> None:
+async def test_when_the_template_dies_its_episodes_may_be_run_again(hostile: Verifier, policy: Endpoint) -> None:
     reached = asyncio.Event()
-    loop, policys = asyncio.get_running_loop(), policy.answer
-    policy.answer = lambda body: (loop.call_soon_threadsafe(reached.set), policys(body))[1]
+    loop, policys = asyncio.get_running_loop(), policy.script[0]
+    policy.script = [lambda body: (loop.call_soon_threadsafe(reached.set), policys(body))[1]]
     calling = asyncio.create_task(run(hostile.address.grpc, episode(policy, {"in_reply": "sleep 600"})))
     await reached.wait()
     (template,) = children(hostile.process.pid)
@@ -343,7 +343,7 @@ async def test_when_the_template_dies_its_episodes_may_be_run_again(hostile: Ver
     assert result.reward == 0.75
 
 
-async def test_another_task_is_unknown(hostile: Verifier, policy: FakeEndpoint) -> None:
+async def test_another_task_is_unknown(hostile: Verifier, policy: Endpoint) -> None:
     (result,) = await run(hostile.address.grpc, episode(policy, {}, task="another"))
     assert status_name(result.status) == "unknown_task"
 
@@ -380,13 +380,13 @@ async def test_a_policy_calls_tools_until_it_answers(tmp_path: Path) -> None:
         "instruction": "Write # before the answer.",
     }
     data = recipe(task=task, reward={"answer_pattern": "#(.*)", "overlong": {"buffer_tokens": 8, "penalty": 0.5}})
-    with fake_endpoint(lambda _: next(turns)) as endpoint:
-        request = episode(endpoint, {"left": 6, "right": 7}, answer="42", task="sums", max_tokens=10)
+    with endpoint(lambda _: next(turns)) as policy:
+        request = episode(policy, {"left": 6, "right": 7}, answer="42", task="sums", max_tokens=10)
         (result,) = await served(tmp_path, data, request)
     assert (status_name(result.status), result.answer) == ("ok", "It is #42")
     assert dict(result.components) == {"answer": 1.0, "overlong": pytest.approx(-0.5 * (9 - 2) / 8)}
     assert dict(result.metrics) == {"tool_errors": 1.0 if confinement_missing() else 2.0}  # divide and run
-    first, last = endpoint.requests[0], endpoint.requests[-1]
+    first, last = policy.requests[0], policy.requests[-1]
     asked = [(message["role"], message["content"]) for message in first["messages"]]
     assert asked == [("system", "You have tools."), ("user", "6 * 7?\nWrite # before the answer.")]
     assert [tool["function"]["name"] for tool in first["tools"]] == ["multiply", "divide", "repeat", "table", "run"]
@@ -425,7 +425,7 @@ if "sleep" in row:
 """
 
 
-async def test_an_agent_runs_in_a_sandbox_where_the_recipe_says_so(tmp_path: Path, policy: FakeEndpoint) -> None:
+async def test_an_agent_runs_in_a_sandbox_where_the_recipe_says_so(tmp_path: Path, policy: Endpoint) -> None:
     """It asks the policy, and writes no file."""
     (tmp_path / "agent").mkdir()
     (tmp_path / "agent/main.py").write_text(AGENT)
@@ -439,7 +439,7 @@ async def test_an_agent_runs_in_a_sandbox_where_the_recipe_says_so(tmp_path: Pat
     assert not (tmp_path / "pids").exists()
 
 
-async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, policy: FakeEndpoint) -> None:
+async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, policy: Endpoint) -> None:
     (tmp_path / "my agent.py").write_text(AGENT)
     task = {"source": "agent", "path": "unused.jsonl", "command": f"python '{tmp_path}/my agent.py'"}
     limits = {"asking": LONG_S, "hasty": 12.0}
@@ -458,7 +458,7 @@ async def test_an_agent_is_a_program_that_prints_its_answer(tmp_path: Path, poli
 
 
 async def test_a_judge_scores_the_answers_of_tools_and_agents(
-    tmp_path: Path, policy: FakeEndpoint, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, policy: Endpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once their process has ended, and not those of one that failed, nor of one that was cut where that earns nothing. One
     that finds the judge's queue full waits, and is not run again."""
@@ -483,11 +483,11 @@ async def test_a_judge_scores_the_answers_of_tools_and_agents(
                 )
             ]
             results = [(await run(address.grpc, one))[0] for one in asked]
-            policy.answer = lambda _: says("1", finish_reason="length")
+            policy.script = [lambda _: says("1", finish_reason="length")]
             (cut,) = await run(address.grpc, episode(policy, row, 4, task="sums", **about))
             async with VerifierClient(address.grpc) as client:
                 (unasked,) = await client.verify([VerifyItem(sequence_id="t.1", task="sums", reference_json="{}")])
-            policy.answer = lambda _: says("1")
+            policy.script = [lambda _: says("1")]
             judging.slow.clear()
             named = [episode(policy, row, n, task="sums", **about | {"prompt_text": str(n)}) for n in (5, 6)]
             late = asyncio.create_task(run(address.grpc, *named))
@@ -518,12 +518,12 @@ async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: P
     texts = {"name": "texts", "task": {"source": "jsonl", "path": "unused.jsonl"}, "reward": {"scorer": "exact"}}
     mixed = {**recipe(), "task": None, "tasks": [{"task": recipe()["task"]}, texts]}
     item = VerifyItem(sequence_id="t.0", task="texts", completion_text="yes", reference_json='{"answer": "yes"}')
-    with fake_endpoint(answer) as endpoint:
+    with endpoint(answer) as policy:
         async with serving(tmp_path, mixed, max_episodes=1) as address:
-            first = asyncio.create_task(run(address.grpc, episode(endpoint, {})))
+            first = asyncio.create_task(run(address.grpc, episode(policy, {})))
             await asyncio.to_thread(asked.wait)
             with pytest.raises(VerifierAway, match="1 episodes, the maximum"):
-                await run(address.grpc, episode(endpoint, {}))
+                await run(address.grpc, episode(policy, {}))
             async with VerifierClient(address.grpc) as client:
                 unscored = VerifyItem(sequence_id="t.1", task=NAME, reference_json="{}")
                 scored = await client.verify([item, unscored])
@@ -547,9 +547,9 @@ async def test_missing_code_is_the_users_mistake(tmp_path: Path, task: dict[str,
 async def test_the_agent_of_the_examples_is_a_plain_openai_program(tmp_path: Path) -> None:
     turns = iter([calls("calculate", '{"expression": "6 * 7"}'), says("It is 42.")])
     data = yaml.safe_load((ROOT / "examples/agent/recipe.yaml").read_text())
-    with fake_endpoint(lambda _: next(turns)) as endpoint:
-        request = episode(endpoint, {"prompt": "What is 6 * 7?"}, answer="42", task="sums")
+    with endpoint(lambda _: next(turns)) as policy:
+        request = episode(policy, {"prompt": "What is 6 * 7?"}, answer="42", task="sums")
         (result,) = await served(tmp_path, data, request)
     assert (status_name(result.status), result.reward, result.answer) == ("ok", 1.0, "It is 42.\n")
-    assert [tool["function"]["name"] for tool in endpoint.requests[0]["tools"]] == ["calculate"]
-    assert endpoint.requests[1]["messages"][-1]["content"] == "42"
+    assert [tool["function"]["name"] for tool in policy.requests[0]["tools"]] == ["calculate"]
+    assert policy.requests[1]["messages"][-1]["content"] == "42"

@@ -14,7 +14,7 @@ import yaml
 from pipelinerl.messages.verification import status_name
 from pipelinerl.recipe.preflight import VERIFIERS, examine
 from tests.integration.test_episodes import episode, run
-from tests.support.chat_endpoint import fake_endpoint, refuses, says
+from tests.support.chat_endpoint import endpoint, refuses, says
 from tests.support.runs import PARITY_NATS, RUN_TIMEOUT_S, audit, ledger_adds_up, started_run, write_tiny_recipe
 from tests.support.verifier import verifier
 from tests.unit.builders import make_recipe
@@ -97,21 +97,21 @@ async def test_an_environment_of_the_package_itself_and_its_failures(tmp_path: P
     task = {"source": "verifiers", "name": "say-digits", "config": {"id": "best-of-n", "n": 2, "threshold": 0.5}}
     answers = iter([says("1a"), says("23"), *[refuses("max_turns_exceeded")] * 2, *[refuses("gone", 404)] * 2])
     with (
-        fake_endpoint(lambda _: next(answers)) as endpoint,
+        endpoint(lambda _: next(answers)) as policy,
         verifier(
             tmp_path, {"name": "t", "model": {"source": "path", "name": "x"}, "task": {**task, "heldout_problems": 4}}
         ) as one,
     ):
         address = one.wait_until_serving().address.grpc
         requests = [
-            episode(endpoint, {"split": split, "index": index}, number, task="say-digits")
+            episode(policy, {"split": split, "index": index}, number, task="say-digits")
             for number, (split, index) in enumerate([("train", 0), ("heldout", 3), ("train", 1)])
         ]
         good, refused, gone = [(await run(address, request))[0] for request in requests]
     assert (status_name(good.status), good.reward, dict(good.components)) == ("ok", 0.375, {"answer": 0.375})
     assert dict(good.metrics) == {"digits": 0.375, "asked": 1.0, "best": 0.5, "pass_at_n": 1.0}
-    assert (good.answer, len(endpoint.requests)) == ("23", 6)
-    prompts = [request["messages"][0]["content"] for request in endpoint.requests]
+    assert (good.answer, len(policy.requests)) == ("23", 6)
+    prompts = [request["messages"][0]["content"] for request in policy.requests]
     assert (prompts[::2], len(set(prompts))) == (prompts[1::2], 3)
     assert [status_name(result.status) for result in (refused, gone)] == ["crashed"] * 2
     assert "max_turns_exceeded" in refused.message

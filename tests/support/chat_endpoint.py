@@ -1,10 +1,10 @@
-"""OpenAI-compatible chat completions endpoints on a free port, which say what a test tells them to: a judge and others by a
-script; and an actor's endpoint of episodes, without its engine, by a function."""
+"""An OpenAI-compatible chat completions endpoint on a free port, which says what a test tells it to: a judge and others by
+texts; and an actor's endpoint of episodes, without its engine, by a function."""
 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,8 @@ from tests.support.http_server import Answer, Request, http_server
 
 @dataclass
 class Endpoint:
-    """Answers a call with what comes next of `script`, then with its last: a text, (status, body, headers), or None: never."""
+    """Answers a call with what comes next of `script`, then with its last: a text, (status, body, headers), a function that
+    gives the latter for a request's body, or None: never."""
 
     script: list[Any]
     url: str = ""
@@ -26,6 +27,14 @@ class Endpoint:
     slow: threading.Event = field(default_factory=threading.Event)
     """Set: it answers at once."""
 
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        return [body for _, _, body in self.asked]
+
+    def base_url(self, key: str = "key") -> str:
+        """Of `key`'s episode."""
+        return f"{self.url.removesuffix('/v1')}/episodes/{key}/v1"
+
 
 @contextmanager
 def endpoint(*script: Any, slow: bool = False) -> Iterator[Endpoint]:
@@ -35,7 +44,8 @@ def endpoint(*script: Any, slow: bool = False) -> Iterator[Endpoint]:
 
     def answer(request: Request) -> Answer | None:
         with lock:
-            one.asked.append((request.path, dict(request.headers), json.loads(request.body or b"null")))
+            asked = json.loads(request.body or b"null")
+            one.asked.append((request.path, dict(request.headers), asked))
             one.at_s.append(time.monotonic())
             one.at_once += 1
             one.most_at_once = max(one.most_at_once, one.at_once)
@@ -48,6 +58,10 @@ def endpoint(*script: Any, slow: bool = False) -> Iterator[Endpoint]:
             return None
         if isinstance(said, str):
             return Answer(json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+        if callable(said):
+            status, content = said(asked)
+            found = request.path.endswith("/v1/chat/completions")
+            said = status if found else 404, json.dumps(content), {"Content-Type": "application/json"}
         status, body, *headers = said
         return Answer(body.encode(), status, *headers)
 
@@ -58,10 +72,6 @@ def endpoint(*script: Any, slow: bool = False) -> Iterator[Endpoint]:
         finally:
             done.set()
             one.slow.set()
-
-
-Says = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
-"""HTTP status and body for a request's body."""
 
 
 def says(text: str, *, finish_reason: str = "stop", tool_calls: Any = None) -> tuple[int, dict[str, Any]]:
@@ -78,29 +88,3 @@ def calls(name: str, arguments: str) -> tuple[int, dict[str, Any]]:
 
 def refuses(code: str, status: int = 400) -> tuple[int, dict[str, Any]]:
     return status, {"error": {"message": f"refused: {code}", "type": "invalid_request_error", "code": code}}
-
-
-class FakeEndpoint:
-    """`requests`: bodies in the order in which they came, after `answer` was asked. `base_url`: of `{key}`'s episode."""
-
-    def __init__(self, answer: Says) -> None:
-        self.answer, self.url = answer, ""
-        self.requests: list[dict[str, Any]] = []
-
-    def base_url(self, key: str = "key") -> str:
-        return f"{self.url}/episodes/{key}/v1"
-
-
-@contextmanager
-def fake_endpoint(answer: Says) -> Iterator[FakeEndpoint]:
-    endpoint = FakeEndpoint(answer)
-
-    def answered(request: Request) -> Answer:
-        body = json.loads(request.body)
-        endpoint.requests.append(body)
-        status, said = endpoint.answer(body)
-        found = request.path.endswith("/v1/chat/completions")
-        return Answer(json.dumps(said).encode(), status if found else 404, {"Content-Type": "application/json"})
-
-    with http_server(answered) as endpoint.url:
-        yield endpoint

@@ -20,8 +20,9 @@ from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.transfer import stores
 from pipelinerl.transfer.chunks import pack
+from pipelinerl.transfer.delta import LogDamaged
 from pipelinerl.transfer.manifest import Manifest, build_manifest
-from pipelinerl.transfer.stores import LogStore, StoreError, open_store
+from pipelinerl.transfer.stores import StoreError, open_store
 from pipelinerl.transfer.weight_log import WeightLog
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import StagedWeights, WeightLoading
@@ -31,6 +32,7 @@ from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN
 from tests.unit.test_update_protocol import MANIFEST, RunningActor, ScriptedReceiver, Stage, ended
 from tests.unit.test_update_protocol import stage as protocol_stage
+from tests.unit.test_weight_log import Faulty
 
 LIMITS = StreamLimits(member_ttl_s=600)
 
@@ -61,41 +63,10 @@ class ReadingReceiver(ScriptedReceiver):
         return await super().receive(version, deadline_s)
 
 
-class Unreliable:
-    """A store whose calls fail while `error` is set, or wait while `may_go` is cleared."""
-
-    def __init__(self, store: LogStore) -> None:
-        self._store, self.place = store, store.place
-        self.error: TransferError | None = None
-        self.may_go = asyncio.Event()
-        self.may_go.set()
-
-    async def _checked(self) -> None:
-        await self.may_go.wait()
-        if self.error is not None:
-            raise self.error
-
-    async def put(self, key: str, parts: Any) -> Any:
-        await self._checked()
-        return await self._store.put(key, parts)
-
-    async def get(self, key: str) -> AsyncIterator[bytes]:
-        await self._checked()
-        async for piece in self._store.get(key):
-            yield piece
-
-    async def keys(self, prefix: str) -> Any:
-        return await self._store.keys(prefix)
-
-    async def delete(self, key: str) -> None:
-        await self._checked()
-        await self._store.delete(key)
-
-
 @dataclass(kw_only=True)
 class Reader(RunningActor):
     receiver: ReadingReceiver
-    store: Unreliable
+    store: Faulty
     registry: CollectorRegistry
 
     @property
@@ -110,7 +81,7 @@ class Reader(RunningActor):
 
 @dataclass
 class LogStage(Stage):
-    store: Unreliable
+    store: Faulty
     folder: Path
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -122,7 +93,7 @@ class LogStage(Stage):
     async def read(self, name: str, max_lag: int | None = None) -> Reader:
         bus = await self.stack.enter_async_context(MemoryBus(RUN, server=self.server, limits=LIMITS))
         receiver, gate, registry = ReadingReceiver(), ServingGate(max_lag), CollectorRegistry()
-        store = Unreliable(await self.stack.enter_async_context(open_store(self.folder.as_uri(), bus)))
+        store = Faulty(await self.stack.enter_async_context(open_store(self.folder.as_uri(), bus)))
         listener = UpdateListener(bus, receiver, gate, ActorMetrics(registry), instance=name, process="p1", log=store)
         task = asyncio.create_task(listener.run())
         self.stack.push_async_callback(ended, task)
@@ -146,7 +117,7 @@ class LogStage(Stage):
 async def stage(folder: Path, incarnation: int = 1, server: MemoryServer | None = None) -> AsyncIterator[LogStage]:
     server = server or MemoryServer()
     async with MemoryBus(RUN, server=server, limits=LIMITS) as bus, open_store(folder.as_uri(), bus) as opened:
-        writer = LogWriter(WeightLog(store := Unreliable(opened), MANIFEST, RUN, anchor_every=4))
+        writer = LogWriter(WeightLog(store := Faulty(opened), MANIFEST, RUN, anchor_every=4))
         async with protocol_stage(server=server, incarnation=incarnation, log=writer) as one:
             yield LogStage(**vars(one), store=store, folder=folder)
 
@@ -220,7 +191,10 @@ async def test_a_measured_version_is_kept_by_readers_too(tmp_path: Path) -> None
         assert reader.served == [0, 1]
 
 
-async def test_a_store_that_is_away_stops_nobody_and_nothing_wrong_is_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [StoreError("away from here"), LogDamaged("w/1-delta", "sha256", "away from here")])
+async def test_a_store_that_is_away_or_damaged_stops_nobody_and_nothing_wrong_is_served(
+    tmp_path: Path, error: TransferError
+) -> None:
     async with stage(tmp_path) as one:
         _, reader = await one.join("m"), await one.read("r")
         await one.send(0)
@@ -229,31 +203,14 @@ async def test_a_store_that_is_away_stops_nobody_and_nothing_wrong_is_served(tmp
         for version in (1, 2, 3):
             await one.send(version)
         assert one.served("m") == [0, 1, 2, 3]
-        one.store.error, reader.store.error = None, StoreError("away from here")
+        one.store.error, reader.store.error = None, error
         await one.until(lambda: one.updater.log is not None and one.updater.log.published.version == 3)  # type: ignore[union-attr]
-        await one.until(lambda: "r: away from here" in one.updater.reasons)
+        await one.until(lambda: f"r: {error}" in one.updater.reasons)
         assert reader.served == [0]
         reader.store.error = None
         await one.until(lambda: reader.served == [0, 3])
         assert reader.receiver.staged[PolicyVersion(1, 3)] == stream_of(3).numpy().tobytes()
         assert not one.updater.reasons
-
-
-async def test_a_damaged_object_is_not_served_and_the_next_version_is(tmp_path: Path) -> None:
-    async with stage(tmp_path) as one:
-        await one.join("m")
-        for version in (0, 1):
-            await one.send(version)
-        await one.updater.log.all_announced()  # type: ignore[union-attr]
-        delta = next(tmp_path.rglob("1-delta"))
-        delta.write_bytes(bytes([delta.read_bytes()[0] ^ 1]) + delta.read_bytes()[1:])
-        reader = await one.read("r")
-        await one.until(lambda: "r: " in one.updater.reasons)
-        assert reader.served == []
-        for version in range(2, 8):  # until another anchor comes
-            await one.send(version)
-        await one.until(lambda: reader.served[-1:] == [7])
-        assert reader.receiver.staged[PolicyVersion(1, 7)] == stream_of(7).numpy().tobytes()
 
 
 async def test_readers_follow_a_restarted_trainer_onto_its_branch(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipelinerl.errors import FieldError, UserError
+from pipelinerl.errors import FieldError, TransferError, UserError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.transfer import stores
@@ -206,16 +206,25 @@ class Faulty:
 
     def __init__(self, store: LogStore) -> None:
         self._store, self.place = store, store.place
+        self.error: TransferError | None = None
+        self.may_go, self.waiting, self.read = asyncio.Event(), asyncio.Event(), list[str]()
+        self.may_go.set()
         self.put_fails, self.delete_fails, self.fails_after = "", False, -1
-        self.waiting, self.read = asyncio.Event(), list[str]()
         self.waits_at = ""
 
+    async def _checked(self) -> None:
+        await self.may_go.wait()
+        if self.error is not None:
+            raise self.error
+
     async def put(self, key: str, parts: Iterable[bytes | memoryview]) -> tuple[int, bytes]:
+        await self._checked()
         if self.put_fails and self.put_fails in key:
             raise StoreError(f"no room for {key}")
         return await self._store.put(key, parts)
 
     async def get(self, key: str) -> AsyncGenerator[bytes, None]:
+        await self._checked()
         self.read.append(key)
         async with contextlib.aclosing(self._store.get(key)) as pieces:
             async for piece in pieces:
@@ -232,6 +241,7 @@ class Faulty:
         return await self._store.keys(prefix)
 
     async def delete(self, key: str) -> None:
+        await self._checked()
         if self.delete_fails:
             raise StoreError("not now")
         await self._store.delete(key)
