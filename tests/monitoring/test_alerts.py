@@ -52,10 +52,6 @@ def test_alerts_fire_when_they_should_and_not_otherwise(file: Path, tmp_path: Pa
     promtool("test", "rules", tmp_path / file.name)
 
 
-def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
-    promtool("check", "rules", write_rules(tmp_path / "rules.yaml"))
-
-
 def test_every_alert_is_tested_firing_and_silent() -> None:
     firing, silent = set(), set()
     for file in cases():

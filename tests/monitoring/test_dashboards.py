@@ -2,19 +2,15 @@
 
 import json
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from deploy.dashboards.__main__ import FOLDER
 from deploy.dashboards.all import BOARDS
 from deploy.dashboards.board import Board, json_text
 from tests.chart.rendering import render
 from tests.monitoring.catalogue import OF_PROMETHEUS, labels_shown, names_in, problems_of, samples, shown_alerts
-from tests.support.tools import tool
 
 RENEW = "python -m deploy.dashboards"
 NOT_SHOWN = {
@@ -90,17 +86,6 @@ def test_every_metric_is_on_a_dashboard() -> None:
     known = samples()
     without = {family.name for family in known.values()} - {known[name].name for name in asked}
     assert without == set(NOT_SHOWN)
-
-
-def test_prometheus_parses_every_query(tmp_path: Path) -> None:
-    rules = [
-        {"record": f"query_{number}", "expr": re.sub(r"\$(window|__rate_interval|__range)", "1m", expression)}
-        for number, expression in enumerate(expressions())
-    ]
-    path = tmp_path / "queries.yaml"
-    path.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}), encoding="utf-8")
-    done = subprocess.run([tool("promtool"), "check", "rules", path], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_chart_brings_each_dashboard_as_grafanas_sidecar_takes_it() -> None:
