@@ -115,7 +115,7 @@ class RunRecords:
 
     @property
     def is_stuck(self) -> bool:
-        """Return whether the run has not learned, and could learn only from groups with unequal rewards."""
+        """Return whether the run has not learned, and its recipe has no learned baseline, so equal rewards teach nothing."""
         return not self.has_learned and self.recipe.algorithm.advantage != "value"
 
     @property

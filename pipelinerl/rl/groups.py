@@ -106,7 +106,7 @@ class IssueBounds:
         self.steps_begun = 0
 
     def room(self, version: int, num_actors: int, unlost: int, num_waiting: int) -> IssueRoom:
-        """Return how many groups may be issued now. `num_waiting`: samples of incomplete groups that have arrived."""
+        """Return how many groups may be issued now, and why. `num_waiting`: samples that wait for the rest of their group."""
         max_lag, steps = self._recipe.algorithm.max_lag, self._recipe.trainer.steps
         by_version = max(0, issue_limit(self._recipe, version) - unlost)
         bounded = self._recipe.mode == "pipeline" and max_lag is not None and version + 1 + max_lag < steps

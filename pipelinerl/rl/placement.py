@@ -35,7 +35,7 @@ from pipelinerl.rl.planner import best_split, estimated, fewest_together, possib
 from pipelinerl.rl.throughput import Lengths
 
 ALIKE_BYTES = 4 * GIB
-"""Free memory is compared in multiples of this, so that a small difference does not change the order of GPUs."""
+"""GPUs are ordered by free memory in whole multiples of this, so that small differences seldom change their order."""
 FREE_SHARE = 0.5
 """Share of a GPU's memory that must be free; otherwise, another process counts as using the GPU."""
 SHARED_UNKNOWN = 0.4

@@ -148,7 +148,7 @@ async def check_policies(closed: str) -> str:
 
 
 def checks(settings: TrainerSettings, options: argparse.Namespace) -> dict[str, Check]:
-    """Return the checks by name, in the order in which a release's parts start."""
+    """Return the checks that `options` asks for, by name: first those of parts of the release, then rights and network."""
     trainer = split_host_port(settings.rendezvous)[0]
     found: dict[str, Check | None] = {
         "recipe": partial(check_recipe, settings),
