@@ -26,7 +26,8 @@ class UserError(PipelineRLError, ValueError):
 
 
 class FieldError(UserError):
-    """One field of a recipe, a setting or a request is wrong. `field`: dotted path. `fix`: allowed values, or what to do."""
+    """One value of a recipe, setting, request or command is wrong. `field`: its dotted path, variable or option. `fix`: allowed
+    values, or what to do."""
 
     def __init__(self, field: str, value: object, fix: str) -> None:
         self.field, self.value, self.fix = field, value, fix

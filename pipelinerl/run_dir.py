@@ -110,7 +110,7 @@ class RunDir:
         free, needed = free_bytes(self.path), LEAST_FREE_BYTES + (self.checkpoint_bytes() or first_checkpoint_bytes)
         if free < needed:
             what = f"its disk has {free / 1e6:,.0f} MB free, but a run needs at least {needed / 1e6:,.0f} MB"
-            raise FieldError(option, str(self.path), f"{what}: free some space, or give a folder on another disk")
+            raise FieldError(option, str(self.path), f"{what}: free some space, or use a folder on another disk")
 
     @contextmanager
     def locked(self, option: str = "--resume") -> Iterator[None]:

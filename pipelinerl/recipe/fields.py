@@ -246,8 +246,10 @@ class ModelConfig(Section):
     @classmethod
     def _variables(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
-            if not name.isidentifier() or keyword.iskeyword(name) or name in _GIVEN_TO_TEMPLATES or name.endswith("_token"):
-                raise ValueError(f"{name!r} cannot be set; name a variable that the template reads, such as enable_thinking")
+            if name in _GIVEN_TO_TEMPLATES or name.endswith("_token"):
+                raise ValueError(f"{name!r} is set by pipelinerl or the tokenizer; leave it out")
+            if not name.isidentifier() or keyword.iskeyword(name):
+                raise ValueError(f"{name!r} cannot be a variable; name one that the template reads, such as enable_thinking")
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -300,7 +302,7 @@ class TaskConfig(Section):
     answer_pattern: Annotated[str, regex("answer")] = ""
     """Regular expression; group 1 of its last match in `answer_field` is the reference. Empty = whole field."""
     prompt_style: Literal["compact", "plain", "chat"] = "plain"
-    """Form of prompts. `compact`: only the expression (of chain_sum, repeated_addition or one_line_function); `plain`: the
+    """Form of prompts. `compact`: only the expression (of chain_sum and other families that have one); `plain`: the
     question; `chat`: the question in the model's chat template."""
     system_prompt: str = Field("", description="System message for prompt style `chat` and for `tools`.")
     instruction: str = Field("", description="Text appended to each question (not for `compact`).")

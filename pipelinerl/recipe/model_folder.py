@@ -73,7 +73,7 @@ def longest_context(folder: Path) -> int | None:
 
 
 def known_model(recipe: Recipe, parameters: float) -> Model:
-    """Return the sizes of the recipe's model, from its number of `parameters` and, if that is on this machine, config.json."""
+    """Return the sizes of the recipe's model, from its number of `parameters` and its config.json, if this machine has it."""
     share = active_share(recipe.model, parameters)
     return Model.of(recipe, parameters, kv_numbers(recipe.model), active_share=share)
 

@@ -61,7 +61,7 @@ def _lower(value: object) -> object:
 def _is_url(value: str) -> str:
     parts = urlsplit(value)
     if value and (parts.scheme not in ("http", "https") or not parts.hostname):
-        raise ValueError("give a URL of a collector such as http://collector:4318")
+        raise ValueError("give an http or https URL of a collector, such as http://collector:4318")
     return value
 
 

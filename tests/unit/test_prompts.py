@@ -327,8 +327,8 @@ def test_tools_and_a_long_prompt_are_shown_as_the_policy_sees_them(tmp_path: Pat
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ({"chat_template_kwargs": {"messages": []}}, "'messages' cannot be set; name a variable that the template reads"),
-        ({"chat_template_kwargs": {"enable thinking": 1}}, "'enable thinking' cannot be set"),
+        ({"chat_template_kwargs": {"messages": []}}, "'messages' is set by pipelinerl or the tokenizer"),
+        ({"chat_template_kwargs": {"enable thinking": 1}}, "'enable thinking' cannot be a variable"),
         ({"chat_template_kwargs": {"day": float("nan")}}, "use strings, numbers, true, false, null, and lists and mappings of"),
         ({"chat_template": "plain.txt"}, "contains no Jinja, such as {{ messages }}; give a chat template"),
         ({"chat_template": "bytes"}, "cannot be read: 'utf-8' codec can't decode byte 0xff"),

@@ -67,7 +67,7 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch, variables: dic
     ("variables", "message"),
     [
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER = 'zipkin': Input should be 'otlp', 'console' or 'none'"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"}, "OTEL_EXPORTER_OTLP_ENDPOINT = 'collector:4318': .*give a URL"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"}, "OTEL_EXPORTER_OTLP_ENDPOINT = 'collector:4318': .*give an http"),
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json", **COLLECTOR}, "OTEL_EXPORTER_OTLP_PROTOCOL = 'http/json': .*'grpc'"),
         ({"OTEL_BSP_MAX_QUEUE_SIZE": "10", **COLLECTOR}, r"queue of spans \(OTEL_BSP_…\) cannot be made"),
     ],

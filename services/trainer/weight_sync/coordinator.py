@@ -8,7 +8,8 @@ The machine keeps these invariants:
 - A version is committed only after all remaining members have staged it in this epoch, with the sender's checksum.
 - No actor joins a running epoch. If a member is lost, the current or the next version begins an epoch with a higher number.
 - One version is in transfer at a time, until all remaining members serve it.
-- An actor that came late or failed joins other members only after it has served a version on a side group (`MemberReady`).
+- An actor that came late or failed joins other members only after it has served a version on a side group (`MemberReady`),
+  unless no other actor is left.
 
 A run has one coordinator for the epoch and one for each side group. `membership.py` chooses the members of side groups.
 """
