@@ -317,7 +317,7 @@ def _collected(tests: dict[str, Any]) -> str:
                 return f"{name} {_LAZY}"
             runs.append(value)
     if unrun := names & _SETUPS:
-        return f"{min(unrun)} is not run; let the tests call it"
+        return f"{min(unrun)} is not run; rename it, and let the tests call it"
     for run in runs:
         code = getattr(run, "__code__", None) or getattr(getattr(run, "__func__", None), "__code__", None)
         if code and code.co_argcount > isinstance(run, types.MethodType) + len(run.__defaults__ or ()):
