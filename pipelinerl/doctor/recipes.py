@@ -34,6 +34,7 @@ ADOPTED: dict[str, tuple[Gravity, str, str]] = {
     "template": ("warning", "The chat template and the prompts do not fit", "recipes.md#chat-templates"),
     "prompts-repeated": ("warning", "Prompts occur several times", "recipes.md#tasks"),
     "warmup-too-long": ("warning", "The learning rate never reaches its full value", "learning.md#learning-rate"),
+    "fields-unused": ("warning", "Fields are set that have no effect", "errors.md#before-a-run"),
     "max-lag-too-small": ("warning", "The lag limit is below the lag that full actors cause", "architecture.md#staleness"),
     LACKING: ("note", "This machine lacks something that the recipe needs", "errors.md#before-a-run"),
 }

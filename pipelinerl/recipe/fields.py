@@ -302,10 +302,10 @@ class TaskConfig(Section):
     answer_pattern: Annotated[str, regex("answer")] = ""
     """Regular expression; group 1 of its last match in `answer_field` is the reference. Empty = whole field."""
     prompt_style: Literal["compact", "plain", "chat"] = "plain"
-    """Form of prompts. `compact`: only the expression (of chain_sum and other families that have one); `plain`: the
+    """Form of prompts. `compact`: only the expression (of chain_sum and other generated families that have one); `plain`: the
     question; `chat`: the question in the model's chat template."""
     system_prompt: str = Field("", description="System message for prompt style `chat` and for `tools`.")
-    instruction: str = Field("", description="Text appended to each question (not for `compact`).")
+    instruction: str = Field("", description="Text appended to each question.")
     heldout_problems: int = Field(128, ge=1, le=100_000, description="Number of problems held out for evaluation.")
 
     @property

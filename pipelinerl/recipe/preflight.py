@@ -27,7 +27,7 @@ from pipelinerl.recipe.fields import ProblemSet, Recipe
 from pipelinerl.recipe.loading import RecipeError, is_template, no_template_file
 from pipelinerl.recipe.model_folder import SMALL_MODELS, known_parameters, longest_context, model_folder, problems_in
 from pipelinerl.recipe.rehearsal import Call, Preview, misread, preview, rehearse, template_doubts, unearned
-from pipelinerl.recipe.rules import undivided
+from pipelinerl.recipe.rules import undivided, unused_fields
 from pipelinerl.rl.throughput import recipe_lag, too_small_max_lag
 from pipelinerl.run_dir import free_bytes
 from pipelinerl.tasks.source import FileSource, Source, Split, make_source
@@ -144,6 +144,7 @@ def doubts(recipe: Recipe, examined: Examination) -> Iterator[tuple[str, FieldEr
         yield "warmup-too-long", FieldError("trainer.warmup_steps", trainer.warmup_steps, fix)
     if (found := too_small_max_lag(recipe, recipe_lag(recipe, recipe.actor.number))) is not None:
         yield "max-lag-too-small", found
+    yield from (("fields-unused", one) for one in unused_fields(recipe))
     for place, share in recipe.sets_by_place.items():
         calls = [call for call in examined.calls if call.place == place]
         exact = [call for call in calls if not call.near_miss]

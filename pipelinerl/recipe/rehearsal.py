@@ -343,13 +343,21 @@ def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Previe
     """Yield warnings about the chat template, unused system prompts and instructions, and special tokens in texts."""
     model, spellings, special = recipe.model, Spellings(set(found.control)), Spellings(set(found.special))
     yield from (FieldError(*doubt) for doubt in found.doubts)
-    if model.chat_template and not any(_uses_template(one) or one.task.is_episodic for one in recipe.sets_by_place.values()):
-        yield FieldError("model.chat_template", model.chat_template, "no prompt uses it; set task.prompt_style to chat")
+    if not any(_uses_template(one) or one.task.is_episodic for one in recipe.sets_by_place.values()):
+        for name in ("chat_template", "chat_template_kwargs"):
+            if value := getattr(model, name):
+                yield FieldError(f"model.{name}", value, "no prompt uses it; set task.prompt_style to chat")
     for place, share in recipe.sets_by_place.items():
+        task, style = share.task, share.task.prompt_style
         for name in ("system_prompt", "instruction"):
-            if share.task.source in ("environment", "agent", "verifiers") and (text := getattr(share.task, name)):
-                fix = f'is ignored: task.source = {share.task.source!r} writes its prompts itself; set it to ""'
+            if task.source in ("environment", "agent", "verifiers") and (text := getattr(task, name)):
+                fix = f'is ignored: task.source = {task.source!r} writes its prompts itself; set it to ""'
                 yield FieldError(f"{place}task.{name}", text, fix)
+        if task.system_prompt and style != "chat" and not task.is_episodic:
+            fix = f'is ignored: prompts have no system message if task.prompt_style is {style}; use chat, or set this to ""'
+            yield FieldError(f"{place}task.system_prompt", task.system_prompt, fix)
+        if style == "compact" and task.source in ("jsonl", "hub"):
+            yield FieldError(f"{place}task.prompt_style", style, "has no effect on your own problems; use plain or chat")
     for place, source in sources.items():
         share = recipe.sets_by_place[place]
         for name in ("answer_pattern", "format_pattern"):

@@ -22,6 +22,8 @@ PACKAGED = {
 }
 """Task (`source`, `name`) of each small model of this package. A model also reads plain prompts of its task from files."""
 
+_CONFIGURED = ("reasoning_gym", "environment", "verifiers")
+_OF_EPISODES = ("max_turns", "episode_timeout_s", "turn_timeout_s", "answer_timeout_s")
 Broken = Iterator[tuple[str, str]]
 """Pairs of a dotted field and the text that says what is wrong and what to do."""
 
@@ -39,6 +41,30 @@ def broken_rules(recipe: Recipe) -> list[FieldError]:
     """Return an error for each rule that the recipe breaks."""
     rules = (_model, _tasks, _lengths, _rewards, _groups, _schedule, _others)
     return [FieldError(field, value_at(recipe, field), fix) for rule in rules for field, fix in rule(recipe)]
+
+
+def unused_fields(recipe: Recipe) -> Iterator[FieldError]:
+    """Yield a warning for each field with a value of its own that has no effect without a certain value of another field."""
+    algorithm, weights, sets = recipe.algorithm, recipe.weights, recipe.sets_by_place.items()
+    for is_used, needed, names in (
+        (recipe.mode == "conventional", "mode: conventional", ["algorithm.conventional_g"]),
+        (algorithm.loss == "reinforce", "algorithm.loss: reinforce", ["algorithm.clamp"]),
+        (algorithm.loss != "reinforce", "a clipped algorithm.loss", ["algorithm.clip_low", "algorithm.clip_high"]),
+        (algorithm.mask in ("icepop", "sequence"), "algorithm.mask", ["algorithm.mask_low", "algorithm.mask_high"]),
+        (algorithm.mask == "off_policy_sequence", "algorithm.mask: off_policy_sequence", ["algorithm.mask_kl"]),
+        (algorithm.advantage == "value", "algorithm.advantage: value", ["algorithm.value_coefficient"]),
+        (algorithm.max_lag is not None, "algorithm.max_lag", ["algorithm.max_lag_of"]),
+        (bool(weights.log_place), "weights.log", ["weights.anchor_every", "weights.keep_versions"]),
+        (weights.probe_every > 0, "weights.probe_every", ["weights.probe_tokens", "weights.stop_on_mismatch"]),
+        (bool(recipe.episodic_tasks), "a task with episodes", ["actor.episodes_in_progress"]),
+        *((one.task.is_episodic, "episodes", [f"{place}task.{name}" for name in _OF_EPISODES]) for place, one in sets),
+        *((one.task.source in _CONFIGURED, "generated problems", [f"{place}task.config"]) for place, one in sets),
+    ):  # fmt: skip
+        for field in () if is_used else names:
+            section, _, name = field.rpartition(".")
+            value, of_section = value_at(recipe, field), type(value_at(recipe, section))
+            if value != of_section.model_fields[name].default:
+                yield FieldError(field, value, f"has no effect without {needed}; set that, or leave this out")
 
 
 def value_at(recipe: Recipe, field: str) -> Any:
@@ -108,6 +134,8 @@ def _task(recipe: Recipe, task: TaskConfig) -> Broken:
             yield "name", fix
         elif task.prompt_style != "compact" and not task.is_episodic:
             yield "prompt_style", f"use compact; {fix}"
+        elif task.instruction and not task.is_episodic:
+            yield "instruction", f'use ""; {fix}'
     if task.source in ("jsonl", "hub", "tools", "agent") and not task.path:
         needed = "the id of a data set, such as openai/gsm8k," if task.source == "hub" else "a file of problems"
         yield "path", f"is empty: task.source = {task.source!r} needs {needed} here"

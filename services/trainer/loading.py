@@ -85,7 +85,8 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **hub_arguments(source, recipe.model))
     except (OSError, ValueError, ImportError) as error:
-        raise FieldError("model.name", source, f"its tokenizer does not load: {error}") from error
+        fix = f"its tokenizer does not load; add its files, or name another model: {error}"
+        raise FieldError("model.name", source, fix) from error
     use_chat_template(tokenizer, recipe.model)
     return tokenizer
 

@@ -250,6 +250,7 @@ RECIPE_FAULTS = (
     RecipeFault("warm-up is longer than the run", "warmup-too-long", {"trainer.warmup_steps": 1000}),
     RecipeFault("actors are throttled by the lag limit", "max-lag-too-small",
                 {"algorithm.max_lag": 1, "actor.sequences_in_progress": 512}),
+    RecipeFault("a bound is set, but no mask", "fields-unused", {"algorithm.mask_high": 2.0}),
     RecipeFault("the KL term outweighs the reward", "penalty-dominates", {"algorithm.kl_coefficient": 5.0}),
     RecipeFault("the entropy bonus outweighs the reward", "penalty-dominates", {"algorithm.entropy_coefficient": 1.0}),
     RecipeFault("the clip range of sequences is used for tokens", "bounds-wrong",

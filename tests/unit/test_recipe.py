@@ -504,8 +504,14 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     fine = recipe_from_data(minimal(trainer={"steps": 4, "warmup_steps": 4}), "x")
     assert list(doubts(fine, Examination())) == []
     told = {"source": "environment", "name": "a:B", "system_prompt": "s", "instruction": "i"}
-    ignored = [(kind, one.field) for kind, one in doubts(recipe_from_data(minimal(task=told), "x"), Examination())]
-    assert ignored == [("template", "task.system_prompt"), ("template", "task.instruction")]
+    plain = {"source": "jsonl", "path": "a.jsonl", "prompt_style": "compact", "system_prompt": "s", "config": {"a": 1}}
+    algorithm = {"clip_high": 0.3, "mask_kl": 0.1, "max_lag_of": "mean", "conventional_g": 2, "value_coefficient": 1.0}
+    for data, fields in (
+        (minimal(task=told), ["task.system_prompt", "task.instruction"]),
+        (minimal(task=plain), ["task.config", "task.system_prompt", "task.prompt_style"]),
+        (minimal(algorithm=algorithm), [f"algorithm.{name}" for name in algorithm]),
+    ):
+        assert sorted(one.field for _, one in doubts(recipe_from_data(data, "x"), Examination())) == sorted(fields)
 
 
 def test_reward_code_is_looked_up_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,7 +599,7 @@ def test_rewards_are_tried_on_the_users_problems_before_a_run(rehearsed: Callabl
         "3": "7 of 7 calls, first for the reference answer of line .*: the reward is '1', not a number",
         "4": "1 of 1 calls, .*: the process of reward my_rewards:leaves died: exit code 3",
         "5": r"1 of 1 calls, .* took more than 0.5 s \(reward.timeout_s\)",
-        "7": "3 of 3 calls, .*: tests: no tests",
+        "7": "3 of 3 calls, .*: tests: the row lacks it",
     }.items():
         assert re.search(f"^gives no reward in {said}", told.pop(position)), position
     assert told == {}

@@ -143,7 +143,8 @@ def tests_of(reference: Mapping[str, Any], field: str) -> list[Test]:
     except _MALFORMED as error:
         raise BadReference(field, f"{given!r:.200} is not a list of tests: {error!r:.300}") from error
     if not tests:
-        raise BadReference(field, "no tests")
+        lacks = "the row lacks it; name the field with the tests in reward.tests_field"
+        raise BadReference(field, lacks if given is None else "has no tests; add some, or leave the row out")
     return tests
 
 
