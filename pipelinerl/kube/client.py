@@ -201,7 +201,7 @@ class KubeClient:
 
 
 def in_cluster(settings: TrainerSettings, *, insists: bool = False) -> KubeClient | None:
-    """Return a client, or None outside Kubernetes. Sends nothing yet."""
+    """Return a client; None outside Kubernetes, or if the chart does not let the trainer use the API. Sends nothing yet."""
     return KubeClient(settings.pod_namespace, settings.service_account_dir, insists=insists) if settings.pod_namespace else None
 
 

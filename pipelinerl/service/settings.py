@@ -103,7 +103,7 @@ class TrainerSettings(PolicySettings):
     page_hosts: str = ""
     """Host names, separated by commas, by which browsers may open the live page, besides advertise_host and localhost."""
     page_key: Path | None = Field(None, description="File with the secret first part of the live page's path. None = no key.")
-    pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = not on Kubernetes.")
+    pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = do not use the API.")
     service_account_dir: Path = Field(Path("/var/run/secrets/kubernetes.io/serviceaccount"))
     """Folder with the token and the ca.crt that Kubernetes gives this pod."""
     actor_selector: str = Field("", description="Labels of the actors' pods, in the form of `kubectl get pods -l`.")
