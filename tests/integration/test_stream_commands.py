@@ -1,4 +1,4 @@
-"""`pipelinerl audit` as a user types it, of a run with a real nats-server: while it goes on, and when it does not."""
+"""`pipelinerl audit` and `pipelinerl dead-letters` as a user types them, of a run with a real nats-server."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from benchmarks.nats_server import NatsServer
 from pipelinerl.bus.jetstream import Bus, connect
 from pipelinerl.bus.permissions import ACTOR, ADMIN, TRAINER
 from pipelinerl.cli import main
-from pipelinerl.messages.sequences import VersionSpan, decode_group
+from pipelinerl.messages.sequences import DeadLetter, VersionSpan, decode_group, encode_group
 from pipelinerl.run_dir import RunDir, write_json
 from tests.support.guarded_nats import RolesBus
 from tests.unit.builders import RUN, make_group
@@ -133,16 +133,6 @@ async def test_a_rolled_back_run_goes_on_with_a_server_that_kept_running(tmp_pat
         assert code == 0, said
 
 
-async def test_what_does_not_add_up_exits_1(tmp_path: Path, audit: Audit) -> None:
-    folder = tmp_path / "run"
-    async with run_that_goes_on(folder) as (_, bus, _url):
-        await publish(bus, make_group(77), 0, VersionSpan(1, 0, 2, 1))  # type: ignore[arg-type]
-        code, said = await audit(folder)
-        assert code == 1
-        assert "FAILED  SEQUENCES holds no sequence that was never issued: 1\n            g00000077.0" in said
-    assert (await told(audit, folder))["ok"] is False
-
-
 async def test_only_streams_of_no_trainer_may_be_missing(tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was stopped before its trainer started adds up; streams that are gone, or a server that is silent, do not."""
     run = RunDir(tmp_path, RUN)
@@ -161,3 +151,77 @@ async def test_only_streams_of_no_trainer_may_be_missing(tmp_path: Path, audit: 
     monkeypatch.setattr("pipelinerl.bus.jetstream.connect", partial(connect, connect_timeout_s=0.2))
     code, said = await audit(tmp_path, "--nats", "nats://127.0.0.1:1")
     assert (code, "the streams cannot be read: cannot connect to NATS" in said) == (1, True)
+
+
+# pipelinerl dead-letters
+
+
+FIRST = DeadLetter(
+    run="demo", msg_id="g00000007", prompt_group=encode_group(make_group(7, run="demo")), reason="redelivered_too_often",
+    deliveries=6, actor="actor-1", at_s=1.7e9,
+)  # fmt: skip
+SECOND = DeadLetter(
+    run="demo", msg_id="g00000008/actor-0-1f", prompt_group=b"\xff\xff", reason="unreadable_group: no\nwire \x1b[2Jformat",
+    deliveries=1, actor="actor-0", at_s=1e300,
+)  # fmt: skip
+
+
+@pytest.fixture
+async def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "demo"
+    with NatsServer(folder / "nats") as server:
+        async with connect(server.url, "demo") as bus:
+            await bus.create_streams()
+            for number, payload in enumerate((FIRST.SerializeToString(), SECOND.SerializeToString(), b"\x0a\x01x")):
+                await bus.publish_dead_letter(payload, f"m{number}")
+    return folder
+
+
+def test_the_table_has_a_line_for_each_and_json_the_whole_of_it(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dead-letters", str(run_dir)]) == 0
+    shown = capsys.readouterr()
+    heading, first, second = shown.out.splitlines()
+    assert heading.split() == ["TIME", "GROUP", "DELIVERIES", "ACTOR", "REASON", "PROMPT"]
+    assert first.split() == ["2023-11-14T22:13:20+00:00", "g00000007", "6", "actor-1", "redelivered_too_often", "1+2"]
+    assert "g00000008" in second
+    assert r"unreadable_group: no wire \x1b[2Jformat" in second
+    assert second.endswith("(2 bytes, unreadable)")
+    assert "1 messages are not dead letters of this run" in shown.err
+    assert main(["dead-letters", str(run_dir), "--json"]) == 0
+    one, other = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (one["group_id"], one["prompt_token_ids"], one["num_samples"]) == ("g00000007", [1, 2, 3], 2)
+    assert (other["msg_id"], other["prompt_group_base64"]) == ("g00000008/actor-0-1f", "//8=")
+
+
+async def test_in_a_pod_of_the_run_nothing_need_be_named(
+    tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The streams in a folder that has them come first; the run of another folder is asked for by its name."""
+    with NatsServer(tmp_path / "nats") as server:
+        async with connect(server.url, "demo") as bus:
+            await bus.create_streams()
+        monkeypatch.setenv("PIPELINERL_NATS_URL", server.url)
+        monkeypatch.setenv("PIPELINERL_RUN", "demo")
+        elsewhere = tmp_path / "runs" / "demo"
+        elsewhere.mkdir(parents=True)
+        for arguments, said in (([], "no prompt group"), ([str(elsewhere)], "no prompt group"), ([str(run_dir)], "1 mess")):
+            assert await asyncio.to_thread(main, ["dead-letters", *arguments]) == 0
+            assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give the folder of a run, or --nats URL --run NAME"),
+        (["RUN", "--nats", "nats://h", "--run", "demo"], "give the folder of a run, or --nats URL --run NAME"),
+        (["RUN"], "holds no streams"),
+        (["RUN/broken"], "its run.json does not name the run"),
+    ],
+)
+def test_a_place_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("[")
+    (tmp_path / "run.json").write_text('{"run": "demo"}')
+    (tmp_path / "lineage.json").touch()
+    assert main(["dead-letters", *(part.replace("RUN", str(tmp_path)) for part in arguments)]) == 2
+    assert said in capsys.readouterr().err
