@@ -5,11 +5,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
-from tests.support.http_server import Request
 from tests.support.hub import COMMIT, hub_with
 
 NAME = "openai/gsm8k"
@@ -77,12 +75,17 @@ def loaded(tasks: list[dict[str, Any]], home: Path, **environment: str) -> list[
 def test_a_set_of_the_hub_is_read_by_name_and_what_is_not_there_is_named(tmp_path: Path) -> None:
     pattern = {"answer_pattern": r"####\s*(.+)"}
     files = {path: parquet(problems(number)) for path, number in NUM_ROWS.items()}
+    (folder := tmp_path / "set").mkdir()
+    (folder / "README.md").write_bytes(CARD_OF_IMAGES)
+    rows = [{"picture": {"bytes": b"no picture", "path": None}, "question": f"q{n}", "answer": "a"} for n in range(4)]
+    (folder / "train.parquet").write_bytes(parquet(rows))
     with hub_with(NAME, {"README.md": README.encode(), **files}) as (endpoint, asked):
-        whole, test, few, missing, split, subset, column, revision = loaded(
+        whole, test, few, pictures, missing, split, subset, column, revision = loaded(
             [
                 {},
                 {"split": "test", **pattern},
                 {"max_rows": 7, "config": "socratic", "prompt_template": r"Problem: {question} \boxed{} {{question}}"},
+                {"path": str(folder), "config": ""},
                 {"path": "openai/none"},
                 {"split": "dev"},
                 {"config": "other"},
@@ -95,6 +98,7 @@ def test_a_set_of_the_hub_is_read_by_name_and_what_is_not_there_is_named(tmp_pat
         )
     assert whole == [50, "What is 0 + 1?", "It is <<0+1=1>>.\n#### 1", "row 1 of /main/train"]
     assert test == [20, "What is 0 + 1?", "1", "row 1 of /main/test"]
+    assert pictures == [4, "q0", "a", "row 1 of /train"], "they are left out"
     assert few[:2] == [5, r"Problem: What is 0 + 1? \boxed{} {question}"]
     assert (missing[0], missing[1].partition(", or")[0]) == (
         "FieldError",
@@ -116,39 +120,3 @@ def test_a_set_of_the_hub_is_read_by_name_and_what_is_not_there_is_named(tmp_pat
     assert other[1].startswith("task.revision = 'v2': the hub cannot be reached from here, and the cache of this machine holds")
     assert first == [3, *whole[1:]]
     assert "the hub cannot be reached from here" in absent[1]
-
-
-def test_processes_that_share_a_cache_download_a_file_once(tmp_path: Path) -> None:
-    """As actors with actor.cache.existingClaim do. Locks of the hub's client make the second process wait for the first."""
-    heads, gets, both, again = [], [], threading.Event(), threading.Event()
-
-    def on_request(request: Request) -> None:
-        if not request.path.endswith("/model.safetensors"):
-            return
-        (heads if request.method == "HEAD" else gets).append(request.path)
-        if len(heads) == 2:
-            both.set()
-        if len(gets) == 2:
-            again.set()
-        elif request.method == "GET":
-            assert both.wait(60)
-            again.wait(1.0)  # time for a second download, which must not come
-
-    script = f"import huggingface_hub; print(huggingface_hub.snapshot_download({NAME!r}, repo_type='dataset'))"
-    with hub_with(NAME, {"model.safetensors": b"x" * 100_000}, on_request) as (endpoint, _):
-        environment = {"HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint}
-        command, env = [sys.executable, "-c", script], {**os.environ, **environment}
-        processes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-        folders = {process.communicate(timeout=120)[0].strip() for process in processes}
-    assert len(gets) == 1
-    assert (Path(folders.pop()) / "model.safetensors").read_bytes() == b"x" * 100_000
-    assert not folders
-
-
-def test_pictures_are_left_out_of_rows(tmp_path: Path) -> None:
-    folder = tmp_path / "set"
-    folder.mkdir()
-    (folder / "README.md").write_bytes(CARD_OF_IMAGES)
-    rows = [{"picture": {"bytes": b"no picture", "path": None}, "question": f"q{n}", "answer": "a"} for n in range(4)]
-    (folder / "train.parquet").write_bytes(parquet(rows))
-    assert loaded([{"path": str(folder), "config": ""}], tmp_path / "home") == [[4, "q0", "a", "row 1 of /train"]]

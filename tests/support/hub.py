@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,16 +14,12 @@ COMMIT = "a" * 40
 
 
 @contextmanager
-def hub_with(
-    name: str, files: Mapping[str, bytes], on_request: Callable[[Request], None] = lambda request: None
-) -> Iterator[tuple[str, list[str]]]:
-    """Serve `files` as the data set `name`. Yields the endpoint, and the paths that were asked for, with their credentials.
-    `on_request` is called, in a thread per request, before the answer."""
+def hub_with(name: str, files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str]]]:
+    """Serve `files` as the data set `name`. Yields the endpoint, and the paths that were asked for, with their credentials."""
     asked: list[str] = []
     api, resolve = f"/api/datasets/{name}", f"/datasets/{name}/resolve/"
 
     def answer(request: Request) -> Answer:
-        on_request(request)
         path = urlsplit(request.path).path
         asked.append(f"{path} {request.headers.get('Authorization', '')}")
         if path.startswith(f"{api}/tree/"):
