@@ -11,9 +11,8 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipelinerl.bus.link import read_login, tls_context
 from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.cli import main
+from pipelinerl.errors import ServiceError
 from pipelinerl.initial_model import is_complete
 from pipelinerl.local.ending import finish
-from pipelinerl.local.metrics import targets_of
-from pipelinerl.local.processes import ServiceDied, living, session_pids
+from pipelinerl.local.processes import Launch, ServiceDied, ServiceProcess, bound_log, living, log_tail, session_pids
 from pipelinerl.local.progress import Display, RunState, rows
 from pipelinerl.recipe.fields import AlgorithmConfig, RewardConfig
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.rl.placement import Placement
-from pipelinerl.run_dir import newest_checkpoint, write_json
+from pipelinerl.run_dir import newest_checkpoint
 from pipelinerl.service.settings import read_address
 from tests.support.local_run import FAKES, SERVICES, Run, recipe, running, until, until_pid_changes
 
@@ -74,12 +73,7 @@ async def test_a_run_starts_everything_follows_it_and_leaves_nothing(tmp_path: P
     assert not run.dir.address("nats").exists(), "only for as long as it runs"
 
     assert recorder.steps == sorted(recorder.steps)
-    assert any(0 < step < 60 for step in recorder.steps), "heard over gRPC, not read from the file at the end"
-    assert any("left" in shown["step"] for shown in recorder.shown)
-    assert {"starting the verifier", "training", "done"} <= {shown["now"] for shown in recorder.shown}
-    assert "actor-0 serving v3, 64 in progress" in {shown["actors"] for shown in recorder.shown}
     assert recorder.shown[-1]["step"].startswith("60 of 60 (100.0%)")
-    assert "left" not in recorder.shown[-1]["step"]
     assert "step 60/60 | version 60 | reward 1.000" in run.printed.getvalue()
     assert run.printed.getvalue().count("warning: algorithm.max_lag = 1: is below the largest lag") == 1
     narrow = "warning: algorithm.clip_low = 0.2: together with algorithm.clip_high (0.2) it clips 41% of the tokens"
@@ -101,10 +95,8 @@ async def test_each_process_sees_its_gpu_and_a_shared_one_starts_with_the_engine
     run.dir.scale.write_text('{"actors": 5}')
     async with running(run) as task:
         pids = await run.until_step(2)
-        variables = {name: Path(f"/proc/{pid}/environ").read_text().split("\0") for name, pid in pids.items()}
         for name, gpu in (("trainer", "GPU-a"), ("actor-0", "GPU-a"), ("actor-1", "GPU-b")):
-            assert f"CUDA_VISIBLE_DEVICES={gpu}" in variables[name]
-            assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in variables[name]
+            assert f"CUDA_VISIBLE_DEVICES={gpu}" in Path(f"/proc/{pids[name]}/environ").read_text().split("\0")
         assert "actor-2" not in pids
         warning = "warning: 5 actors are wanted, but the GPUs here suffice only for 2 actors"
         assert run.printed.getvalue().count(warning) == 1
@@ -281,48 +273,12 @@ async def test_a_run_ends_in_order_before_its_disk_is_full(tmp_path: Path) -> No
     assert json.loads(run.dir.summary.read_text())["interrupted"], "the trainer was told to stop, and wrote what it had"
 
 
-async def test_a_run_without_a_place_for_temporary_files_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (long := tmp_path / ("long" * 20)).mkdir()
-    for place, told in (("/proc/none", "make a folder for temporary files: "), (str(long), "too long for paths of sockets")):
-        run = Run(tmp_path / "run", recipe(), {})
-        monkeypatch.setattr(tempfile, "tempdir", place)
-        async with running(run) as task:
-            ending = await task
-        assert told in str(ending.error)
-        assert ending.exit_code == 1
-
-
-async def test_a_nats_server_that_does_not_stay_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", recipe(steps=10_000), {"FAKE_PAUSES": "1"})
-    run.local.display = recorder = Recorder(run.printed)
-    async with running(run) as task:
-        await until(lambda: recorder.steps[-1:] == [1])  # what the runner has heard of, not only the folder
-        pid = run.pids()["nats"]
-        while not task.done():
-            os.kill(pid, signal.SIGKILL)
-            again = asyncio.create_task(until_pid_changes(run, "nats", pid))
-            await asyncio.wait({task, again}, return_when=asyncio.FIRST_COMPLETED)
-            pid = again.result() if again.done() else pid
-            again.cancel()
-        ending = await task
-    assert "nats was killed by SIGKILL after 2 restarts in a row; end of" in str(ending.error)
-    assert ending.restarts["nats"] == 2
-    assert ending.exit_code == 1
-
-
-def test_what_is_still_starting_is_no_target(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", recipe(), {})
-    write_json(run.dir.address("actor-1"), {"grpc": "127.0.0.1:1", "http": "127.0.0.1:2", "pid": 3})
-    labels = {"service": "actor", "instance": "actor-1"}
-    assert targets_of(run.dir, ["actor-0", "actor-1"]) == [{"targets": ["127.0.0.1:2"], "labels": labels}]
-
-
 # The initial model
 
 
-async def test_the_initial_model_is_built_once(tmp_path: Path) -> None:
-    small = recipe(steps=2, source="smollm2")
-    first = Run(tmp_path / "one", small, {"FAKE_PAUSES": "model"})
+async def test_the_initial_model_is_built_once_and_again_where_the_cache_is_removed_under_a_run(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = Run(tmp_path / "one", recipe(steps=2, source="smollm2"), {"FAKE_PAUSES": "model"})
     async with running(first) as task:
         await until(lambda: "initial model: step 1 of 2" in first.printed.getvalue())
         (first.dir.path / "go-on-model").touch()
@@ -330,37 +286,19 @@ async def test_the_initial_model_is_built_once(tmp_path: Path) -> None:
     assert tuple(first.pids()) == SERVICES
     model_dir = Path(json.loads(first.dir.summary.read_text())["model_dir"])
     assert json.loads((model_dir / "config.json").read_text())["source"] == "smollm2"
-    second = Run(tmp_path / "two", small, {})
-    assert (await second.end()).error is None
-    assert "model" not in second.pids()
-    assert json.loads(second.dir.summary.read_text())["model_dir"] == str(model_dir)
-    assert [path.name for path in model_dir.parent.iterdir()] == [model_dir.name]
-
-
-async def test_an_interrupt_while_the_initial_model_is_built(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", recipe(steps=2, source="smollm2"), {"FAKE_PAUSES": "model"})
-    async with running(run) as task:
-        await until(lambda: "step 1 of 2" in run.printed.getvalue())
-        assert "model" in run.pids()
-        os.kill(os.getpid(), signal.SIGINT)
-        ending = await task
-    assert (ending.interrupted, ending.exit_code) == (True, 130)
-    assert not any((tmp_path / "cache" / "models").iterdir())
-
-
-async def test_a_cache_that_is_removed_under_a_run_is_made_again_for_an_actor_that_restarts(tmp_path: Path) -> None:
-    run, cache = Run(tmp_path / "run", recipe(100_000, source="smollm2"), {}), tmp_path / "cache"
-    async with running(run) as ending:
-        actor = (await run.until_step(1))["actor-0"]
-        (built,) = (cache / "models").glob("[!.]*")
+    second = Run(tmp_path / "two", recipe(100_000, source="smollm2"), {})
+    async with running(second) as ending:
+        actor = (await second.until_step(1))["actor-0"]
+        assert "initial model" not in second.printed.getvalue()
+        assert list((cache / "models").iterdir()) == [model_dir]
         shutil.rmtree(cache)
         os.kill(actor, signal.SIGKILL)
-        await until_pid_changes(run, "actor-0", actor)
-        assert is_complete(built)
+        await until_pid_changes(second, "actor-0", actor)
+        assert is_complete(model_dir)
         assert (cache / "inductor").is_dir()
-        said = f"{built} has been removed: the initial model is made again, because a service needs it to start"
-        assert run.printed.getvalue().count(said) == 1
-        assert "model" not in run.pids()
+        said = f"{model_dir} has been removed: the initial model is made again, because a service needs it to start"
+        assert second.printed.getvalue().count(said) == 1
+        assert "model" not in second.pids()
         os.kill(os.getpid(), signal.SIGINT)
         assert (await ending).error is None
 
@@ -474,18 +412,6 @@ async def test_a_trainer_that_hangs_does_not_hold_the_stop(tmp_path: Path) -> No
     assert re.search(r"the trainer has not answered and has written nothing for \d+s: it hangs", run.printed.getvalue())
 
 
-async def test_a_disk_that_fills_before_the_first_step_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run(tmp_path / "run", recipe(), {})
-    for file in (run.dir.pids, run.dir.summary):
-        file.with_name(f".{file.name}.{os.getpid()}").symlink_to("/dev/full")
-    ending = await run.end()
-    assert finish(run.recipe, run.dir, ending) == 1
-    told = capsys.readouterr().err.splitlines()
-    assert re.match(r"pipelinerl: the run failed: .* is on a full disk \(.*No space left on device", told[0])
-    assert "summary and report in" in told[1]
-    assert "No space left on device" in told[1]
-
-
 # Scaling
 
 
@@ -526,13 +452,77 @@ async def test_scaling_down_takes_the_actor_that_is_given_up(tmp_path: Path, mon
         assert ((await ending).interrupted, (await ending).exit_code) == (True, 141)
 
 
-async def test_an_actor_that_is_being_scaled_away_when_the_run_ends_ends_with_it(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", recipe(steps=100_000), {"FAKE_DEAF": "actor-1"}, stop_within_s=3.0)
-    run.dir.scale.write_text('{"actors": 2}')
-    async with running(run) as ending:
-        await run.until_step(1)
-        await until(lambda: run.dir.address("actor-1").is_file())
-        run.dir.scale.write_text('{"actors": 1}')
-        await until(lambda: "ignored" in run.dir.log("actor-1").read_text())
-        os.kill(os.getpid(), signal.SIGINT)
-        assert (await ending).interrupted
+# A process alone: readiness, its log, early death
+
+
+Start = Callable[..., "asyncio.Future[ServiceProcess]"]
+SERVICE = """
+import http.server, json, os, sys, threading
+ready = threading.Event()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/readyz" and ready.is_set() else 503)
+        self.end_headers()
+    def log_message(self, *args): pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+address = {"grpc": "127.0.0.1:1", "http": "127.0.0.1:%d" % server.server_port, "pid": os.getpid()}
+with open(sys.argv[1] + ".part", "w") as file: json.dump(address, file)
+os.replace(sys.argv[1] + ".part", sys.argv[1])
+if len(sys.argv) > 2: threading.Timer(float(sys.argv[2]), ready.set).start()
+server.serve_forever()
+"""
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """Starts `python -c CODE ADDRESS_FILE ARGS...` as a service; what a test leaves running is killed."""
+    started: list[ServiceProcess] = []
+
+    async def _start(code: str, *args: str, name: str = "service") -> ServiceProcess:
+        address = tmp_path / f"{name}.json"
+        command = (sys.executable, "-S", "-u", "-c", code, str(address), *args)
+        process = await ServiceProcess.start(Launch(name, command, os.environ, tmp_path / f"{name}.log", address))
+        started.append(process)
+        return process
+
+    yield _start  # type: ignore[misc]
+    for process in started:
+        await process.kill_and_wait()
+
+
+async def test_ready_waits_for_the_address_and_for_readyz_and_names_who_never_gets_ready_with_its_log(start: Start) -> None:
+    process, never = await start(SERVICE, "0.3"), await start("print('booting...')\n" + SERVICE, name="never")
+    address = await process.address(timeout_s=60)
+    assert address.pid == process.pid
+    assert await process.ready(timeout_s=60) == address
+    await process.terminate(grace_s=60)
+    assert process.returncode == -signal.SIGTERM
+    await never.address(timeout_s=60)
+    with pytest.raises(ServiceError, match=r"(?s)never is not ready .* after 0.5 s; end of .*booting\.\.\."):
+        await never.ready(timeout_s=0.5)
+    assert never.returncode is None
+
+
+async def test_a_log_that_grows_too_long_keeps_its_end_beside_it_and_goes_on(start: Start) -> None:
+    process = await start("import sys\nfor line in map(str, range(2000)): print(line)\nprint('\\x1b[2J\\x07')\n" + SERVICE)
+    await process.address(timeout_s=60)
+    log = process.launch.log
+    bound_log(log, most_bytes=10**6)
+    assert log_tail(log, lines=2) == "1999\n\\x1b[2J\\x07"
+    bound_log(log, most_bytes=1000)
+    assert (log.read_bytes(), log.with_suffix(".log.1").stat().st_size) == (b"", 1000)
+    assert log_tail(log.with_suffix(".log.1"), lines=2) == "1999\n\\x1b[2J\\x07"
+    with log.open("ab") as file:
+        file.write(b"next\n")
+    assert log.read_bytes() == b"next\n", "whoever has it open writes at its end"
+
+
+async def test_a_command_that_cannot_be_executed_is_named(tmp_path: Path) -> None:
+    def launch(command: str) -> Launch:
+        return Launch("ghost", (command,), os.environ, tmp_path / "ghost.log", tmp_path / "ghost.json")
+
+    process = await ServiceProcess.start(launch("/no/such/program"))
+    with pytest.raises(ServiceDied, match="/no/such/program cannot be run"):
+        await process.address(timeout_s=3600)
+    with pytest.raises(ServiceError, match="ghost cannot be started"):
+        await ServiceProcess.start(launch("x" * 300_000))
