@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import resource
 import signal
 import sys
@@ -18,7 +17,6 @@ import pytest
 import yaml
 
 from pipelinerl.episodes import Done, Turn
-from pipelinerl.errors import UserError
 from pipelinerl.messages.verification import VerifierAway, VerifierClient, status_name
 from pipelinerl.v1.verifier_pb2 import EpisodeRequest, VerifyItem, VerifyResult
 from services.verifier.confinement import children, descendants
@@ -110,12 +108,6 @@ async def test_environments_give_rewards(hostile: Verifier, policy: Endpoint, co
     assert result.reward == 0.75
 
 
-async def test_an_environment_must_say_true_or_false(hostile: Verifier, policy: Endpoint) -> None:
-    (result,) = await run(hostile.address.grpc, episode(policy, {"correct": "no"}))
-    assert status_name(result.status) == "crashed"
-    assert "Done has correct='no'; it must be True, False or None" in result.message
-
-
 class Odd:
     def start(self, row: Any, seed: int) -> Any:
         return "?"
@@ -139,16 +131,14 @@ def denied(*_: Any) -> None:
     ("wrong", "status", "said"),
     [
         ({"reply": lambda *_: Done(None)}, "bad_reward", "Done's reward is None, not a number"),  # type: ignore[arg-type]
-        ({"reply": lambda *_: Done("0.5")}, "bad_reward", "Done's reward is '0.5', not a number"),  # type: ignore[arg-type]
         ({"reply": lambda *_: Done(1.0, True)}, "bad_reward", "metrics are True; give a dict"),  # type: ignore[arg-type]
+        ({"reply": lambda *_: Done(1.0, {}, "no")}, "crashed", "Done has correct='no'; it must be True, False or None"),  # type: ignore[arg-type]
         ({"reply": lambda *_: Done(1.0, {"a": None})}, "bad_reward", "metric 'a' is None, not"),  # type: ignore[dict-item]
         ({"reply": lambda *_: Done(1.0, {"answer": 7.0})}, "bad_reward", "rename Done's metric answer: a term of the reward"),
         ({"start": lambda *_: [{"role": "user", "text": "Hello"}]}, "crashed", "start returned [{'role': 'user', 'text': "),
-        ({"start": lambda *_: [{"role": "user", "content": None}]}, "crashed", "start returned [{'role': 'user', 'content': N"),
         ({"start": lambda _, row, seed: row["question"]}, "crashed", "; the row has level, kind"),
         ({"start": denied}, "crashed", "; in a sandbox, code cannot write files "),
         ({"reply": lambda _, turn: turn.messages if len(turn.messages) < 3 else Done(1.0)}, "crashed", "whole conversation"),
-        ({"tools": lambda _: []}, "crashed", "attribute tools is <bound method"),
         ({"tools": ["multiply"]}, "crashed", "attribute tools is ['multiply']; it must be a list of functions or schemas"),
     ],
 )
@@ -343,11 +333,6 @@ async def test_when_the_template_dies_its_episodes_may_be_run_again(hostile: Ver
     assert result.reward == 0.75
 
 
-async def test_another_task_is_unknown(hostile: Verifier, policy: Endpoint) -> None:
-    (result,) = await run(hostile.address.grpc, episode(policy, {}, task="another"))
-    assert status_name(result.status) == "unknown_task"
-
-
 # --- tools and agents
 
 
@@ -468,42 +453,32 @@ async def test_a_judge_scores_the_answers_of_tools_and_agents(
         {"task": {"source": "tools", "name": "sums", "path": "p.jsonl", "tools": ["hostile_environments:multiply"]}},
         {"task": {"source": "agent", "name": "asking", "path": "p.jsonl", "command": f"python {tmp_path}/agent.py"}},
     ]
-    with endpoint("Well. SCORE: 7", "SCORE: 9", (403, "no"), "SCORE: 5") as judging:
+    with endpoint("Well. SCORE: 7", "SCORE: 9", "SCORE: 5") as judging:
         reward = {"scorer": "judge", "judge": judge | {"url": judging.url}}
         several[0]["reward"] = reward | {"truncated": "zero"}
         for one in several:
             one["task"]["answer_timeout_s"] = LONG_S  # the judge's queue fills up only if both late answers arrive
         async with serving(tmp_path, recipe() | {"task": None, "tasks": several, "reward": reward}, max_queue=1) as address:
-            about = {"answer": "half", "prompt_text": "Half?"}
-            row = {"prompt": "Half?", "question": "Half?"}
-            asked = [
-                episode(policy, row | more, number, task=task, **about)
-                for number, (task, more) in enumerate(
-                    [("sums", {}), ("asking", {}), ("asking", {"print": 3}), ("asking", {"exit": 3})]
-                )
+            row, about = {"prompt": "Half?", "question": "Half?"}, {"answer": "half", "prompt_text": "Half?"}
+            results = [
+                (await run(address.grpc, episode(policy, row | more, number, task=task, **about)))[0]
+                for number, (task, more) in enumerate([("sums", {}), ("asking", {}), ("asking", {"exit": 3})])
             ]
-            results = [(await run(address.grpc, one))[0] for one in asked]
             policy.script = [lambda _: says("1", finish_reason="length")]
-            (cut,) = await run(address.grpc, episode(policy, row, 4, task="sums", **about))
-            async with VerifierClient(address.grpc) as client:
-                (unasked,) = await client.verify([VerifyItem(sequence_id="t.1", task="sums", reference_json="{}")])
+            results += await run(address.grpc, episode(policy, row, 4, task="sums", **about))
             policy.script = [lambda _: says("1")]
             judging.slow.clear()
             named = [episode(policy, row, n, task="sums", **about | {"prompt_text": str(n)}) for n in (5, 6)]
             late = asyncio.create_task(run(address.grpc, *named))
             await until(lambda: "and max_queue = 1" in caplog.text or late.done())
             judging.slow.set()
-            waited = [(status_name(one.status), one.reward) for one in await late]
-    assert [(status_name(one.status), one.reward) for one in (*results, cut, unasked)] == [
-        ("ok", 0.7), ("ok", 0.9), ("crashed", 0), ("crashed", 0), ("ok", 0), ("unknown_task", 0),
+            results += await late
+    assert [(status_name(one.status), one.reward) for one in results] == [
+        ("ok", 0.7), ("ok", 0.9), ("crashed", 0), ("ok", 0), ("ok", 0.5), ("ok", 0.5),
     ]  # fmt: skip
-    assert waited == [("ok", 0.5)] * 2
-    assert [one.answer for one in results] == ["0.5", "0.5\n", "xxx\n0.5\n", ""]
-    assert results[0].message == "the judge says: Well. SCORE: 7"
-    assert [one.message.partition(":")[0] for one in results[2:]] == ["the judge refuses", "the agent ended with exit code 3"]
     texts = [body["messages"][0]["content"] for _, _, body in judging.asked]
-    assert texts[:3] == ["Half? half 0.5", "Half? half 0.5\n", "Half? half xxx\n0.5\n"]
-    assert sorted(texts[3:]) == ["5 half 1", "6 half 1"]
+    assert texts[:2] == ["Half? half 0.5", "Half? half 0.5\n"]
+    assert sorted(texts[2:]) == ["5 half 1", "6 half 1"]
 
 
 async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: Path) -> None:
@@ -525,23 +500,9 @@ async def test_more_episodes_than_max_episodes_are_tried_again_later(tmp_path: P
             with pytest.raises(VerifierAway, match="1 episodes, the maximum"):
                 await run(address.grpc, episode(policy, {}))
             async with VerifierClient(address.grpc) as client:
-                unscored = VerifyItem(sequence_id="t.1", task=NAME, reference_json="{}")
-                scored = await client.verify([item, unscored])
-            assert [(status_name(one.status), one.reward) for one in scored] == [("ok", 1), ("unknown_task", 0)]
+                assert [one.reward for one in await client.verify([item])] == [1.0]
             waits.set()
             assert (await first)[0].reward == 1.0
-
-
-@pytest.mark.parametrize(
-    ("task", "said"),
-    [
-        ({"name": "hostile_environments:Hostil"}, "did you mean Hostile?"),
-        ({"source": "tools", "path": "unused.jsonl", "tools": ["hostile_rewards:do_say_nothing"]}, "do_say_nothing does not"),
-    ],
-)
-async def test_missing_code_is_the_users_mistake(tmp_path: Path, task: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=re.escape(said)):
-        await served(tmp_path, recipe(task=task))
 
 
 async def test_the_agent_of_the_examples_is_a_plain_openai_program(tmp_path: Path) -> None:
