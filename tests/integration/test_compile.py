@@ -61,13 +61,6 @@ def test_a_loaded_policy_is_compiled_in_place(tmp_path: Path) -> None:
     assert is_compiled(copy.deepcopy(compiled)) == [False, False]
 
 
-def test_a_model_that_hides_its_layers_is_refused() -> None:
-    policy = wrap_model(model_of("llama-tied"))
-    policy.model = torch.nn.Linear(2, 2)  # type: ignore[assignment]
-    with pytest.raises(FieldError, match=r"trainer\.compile = True: Linear has no list of layers to compile"):
-        compile_policy(policy, torch.device("cpu"))
-
-
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: Any, **options: Any) -> Any:
         raise InvalidCxxCompiler

@@ -56,13 +56,6 @@ async def read(entries: AsyncIterator[LogEntry], count: int) -> list[bytes]:
     return [(await anext(entries)).payload for _ in range(count)]
 
 
-async def test_a_cluster_that_never_forms_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jetstream, "CREATE_WITHIN_S", 0.5)
-    with servers(tmp_path)[0] as alone, pytest.raises(BusError, match=r"looking at|creating"):
-        async with connected([alone]) as bus, asyncio.timeout(SOON_S):
-            await bus.create_streams()
-
-
 async def test_streams_wait_for_a_leader_and_nothing_is_lost_when_servers_are_killed(tmp_path: Path) -> None:
     """A trainer starts while only one of three servers is up. Then the leader of SEQUENCES is killed, and, when that one is
     back, the leader of PROMPTS."""

@@ -194,24 +194,6 @@ async def test_a_user_without_its_inbox_is_told_when_it_connects(tmp_path: Path)
             pass
 
 
-async def test_a_user_whose_inbox_is_taken_away_later_is_told_at_its_next_call(tmp_path: Path) -> None:
-    with guarded(tmp_path, RUN) as server:
-        async with user_of(server, tmp_path, TRAINER) as bus:
-            await bus.create_streams()
-            theirs = authorization(RUN, PASSWORDS)
-            theirs["users"][0]["permissions"]["subscribe"] = ["_INBOX.>"]
-            server.extra = {"authorization": theirs}
-            reload(server)
-
-            async def publish_on() -> None:
-                for number in range(1_000_000):
-                    await bus.publish_prompt(b"1", f"g{number}")
-
-            error = await refused(publish_on())
-            assert (error.user, error.action, error.subject[:15]) == ("trainer", "subscribe", "_INBOX_trainer.")
-            await refused(bus.prompts_info())
-
-
 async def test_answers_sent_elsewhere_neither_delete_nor_acknowledge(server: NatsServer) -> None:
     """NATS does not check where a client asks the answer to: what an actor that was taken over can do with that.
 

@@ -123,7 +123,24 @@ async def test_a_server_that_hangs_or_is_away_is_an_error_in_time_and_then_goes_
         log, reader = WeightLog(trainer, MIXED, "w", anchor_every=3), Replica(actor, MIXED, tmp_path / "reader")
         await reader.bring_to(await log.add(history.version, *history.sent()))
         published = await log.add(history.step(), *history.sent())
-        await actor_fails(server, reader, log, published, history)
+        held = reader.version
+        server.freeze()
+        try:
+            async with asyncio.timeout(120):
+                with pytest.raises(StoreError, match="no answer in time"):
+                    await log.add(history.step(), *history.sent())
+                with pytest.raises(StoreError, match="no answer in time"):
+                    await reader.bring_to(published)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        server.stop()
+        async with asyncio.timeout(120):
+            with pytest.raises(StoreError):
+                await log.add(history.step(), *history.sent())
+            with pytest.raises(StoreError):
+                await reader.bring_to(published)
+        assert reader.version == held
+        server.start()
         async with asyncio.timeout(120):
             while True:
                 try:
@@ -132,24 +149,3 @@ async def test_a_server_that_hangs_or_is_away_is_an_error_in_time_and_then_goes_
                     continue  # not yet connected again
                 break
         assert path.read_bytes() == history.streams[history.version].tobytes()
-
-
-async def actor_fails(server: NatsServer, reader: Replica, log: WeightLog, published: object, history: History) -> None:
-    held = reader.version
-    server.freeze()
-    try:
-        async with asyncio.timeout(120):
-            with pytest.raises(StoreError, match="no answer in time"):
-                await log.add(history.step(), *history.sent())
-            with pytest.raises(StoreError, match="no answer in time"):
-                await reader.bring_to(published)  # type: ignore[arg-type]
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
-    server.stop()
-    async with asyncio.timeout(120):
-        with pytest.raises(StoreError):
-            await log.add(history.step(), *history.sent())
-        with pytest.raises(StoreError):
-            await reader.bring_to(published)  # type: ignore[arg-type]
-    assert reader.version == held
-    server.start()
