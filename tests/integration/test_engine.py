@@ -7,7 +7,7 @@ import asyncio
 import copy
 import multiprocessing
 import os
-import time
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,15 +18,16 @@ import pytest
 import torch
 
 from pipelinerl.errors import ManifestMismatch, TransferError
-from pipelinerl.messages.sequences import Completion, FinishReason, PolicyVersion, SamplingParams
+from pipelinerl.messages.sequences import Completion, FinishReason, PartialSequence, PolicyVersion, SamplingParams, Sequence
 from pipelinerl.recipe.fields import AlgorithmConfig, LoraConfig, ModelConfig, TrainerConfig
 from pipelinerl.service.lifecycle import StartStopped
 from pipelinerl.transfer.chunks import checksum, chunk_of, describe, version_checksum
 from pipelinerl.transfer.manifest import build_manifest
 from services.actor.engine import GenerationRequest
+from services.actor.generation import Sampler
 from services.actor.vllm_engine import start_engine
 from services.actor.weight_sync.client import WeightLoading
-from services.trainer.data.evaluation import TOLERANCE_16_BIT, Scored, compare
+from services.actor.weight_sync.updates import ServingGate
 from services.trainer.learn.batch import token_row
 from services.trainer.learn.lora import layer_adapters
 from services.trainer.learn.model import load_policy, wrap_model
@@ -36,6 +37,7 @@ from services.trainer.world import ADAPTER, WEIGHTS
 from tests.support import parity
 from tests.support.machine import until
 from tests.support.parity import TOLERANCE, Running, replaced
+from tests.unit.builders import make_group
 from tests.unit.test_learner import LENGTHS, group_of, sequences_of
 
 TOKENS = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -47,24 +49,10 @@ V = [PolicyVersion(1, number) for number in range(20)]
 pytestmark = pytest.mark.engine
 
 
-async def record_gaps(gaps: list[float]) -> None:
-    """For how long the event loop did nothing else, s. Runs until cancelled."""
-    last = time.monotonic()
-    while True:
-        await asyncio.sleep(0.02)
-        gaps.append(time.monotonic() - last)
-        last = time.monotonic()
-
-
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen2", False)], ids=["llama-tied", "qwen2-untied"])
 async def test_an_engine_serves_exactly_the_weights_that_the_trainer_sends(kind: str, tied: bool, tmp_path: Path) -> None:
-    gaps: list[float] = []
     steps: list[tuple[float | None, float]] = []
-    beside, started = asyncio.create_task(record_gaps(gaps)), time.monotonic()
     async with parity.running(kind, tied, tmp_path, on_step=lambda *step: steps.append(step), lora={"rank": 4}) as run:
-        start_s = time.monotonic() - started
-        beside.cancel()
-        assert max(gaps) < max(4.0, start_s / 2), f"the loop stood still; {start_s:.1f} s to start"
         await check_generation(run, steps)
         await check_seeded_prompts(run)
         await check_stops(run)
@@ -212,7 +200,42 @@ async def check_weights(run: Running, tied: bool, tmp_path: Path) -> None:
     await replaced(run, staging_buffers=1)
     assert run.loading[-1].mode == "shadow"
     await parity.check_switch(run, V[12], V[13], recompute=False)
+    await check_hand_over(run, V[13], V[14])
     await check_weight_log(run, tmp_path)
+
+
+async def check_hand_over(run: Running, old: PolicyVersion, new: PolicyVersion) -> None:
+    """What an actor that stops has begun is finished by the next one, which serves other weights."""
+    models, kept = {old.number: parity.random_model_like(run.model)}, list[PartialSequence]()
+    group = make_group(num_samples=8, prompt=tuple(parity.PROMPT), sampling=SamplingParams(max_tokens=220), seed=1)
+
+    async def sampled(samples: Iterable[PartialSequence], version: PolicyVersion, stop_at: int) -> list[Sequence | None]:
+        sampler = Sampler(
+            run.engine, ServingGate(None), instance="a", max_context=1024, places=8, keep=lambda _, sample: kept.append(sample)
+        )
+        sampler.gate.serve(version)
+        sampling = asyncio.gather(*(sampler.sample(group, sample, None) for sample in samples))
+        while not sampling.done() and not any(size >= stop_at for size in run.engine.progress().values()):
+            await asyncio.sleep(0)
+        await sampler.interrupt(60.0)
+        return await sampling
+
+    await sampled((PartialSequence(sample_index=index) for index in range(8)), old, stop_at=12)
+    begun = [sample for sample in kept if sample.finish_reason is None]
+    parity.change_strongly(run.model, seed=new.number)
+    models[new.number] = parity.random_model_like(run.model)
+    await run.update(new)
+    finished = await sampled(begun, new, stop_at=1000)
+    assert max(len(sample.completion_token_ids) for sample in begun) >= 12
+    for sample, sequence in zip(begun, finished, strict=True):
+        assert sequence is not None
+        assert not sequence.failure
+        assert [(span.version, span.start) for span in sequence.spans] == [(old.number, 0), (new.number, sample.spans[0].end)]
+        tokens = [*parity.PROMPT, *sequence.completion_token_ids.tolist()]
+        for span in sequence.spans:
+            expected = parity.reference(models[span.version], tokens)[len(parity.PROMPT) - 1 :][span.start : span.end]
+            measured = sequence.behaviour_logprobs[span.start : span.end].tolist()
+            assert parity.largest_difference(measured, expected) <= TOLERANCE
 
 
 async def check_weight_log(run: Running, folder: Path) -> None:
@@ -291,8 +314,7 @@ async def check_small_updates(run: Running, learner: Learner) -> None:
         return [np.array(await run.score(tokens.tolist())), policy.sequence_logprobs(tokens), exact.sequence_logprobs(tokens)]
 
     before = await scored()
-    for version, std, most_merged in ((V[1], 2e-5, 0.5), (V[2], 1.2e-4, 0.85)):
-        kept = whole = 0.0
+    for version, std in ((V[1], 2e-5), (V[2], 1.2e-4)):
         for name, adapter in adapters.items():
             gradient = exact_adapters[name].weight.grad
             assert gradient is not None
@@ -303,10 +325,6 @@ async def check_small_updates(run: Running, learner: Learner) -> None:
                 adapter.b.copy_(left * std / (left @ right).std() / adapter.scaling)
                 exact_adapters[name].a.copy_(adapter.a)
                 exact_adapters[name].b.copy_(adapter.b)
-                weight, change = adapter.weight.float(), adapter.scaling * adapter.b.float() @ adapter.a.float()
-                merged = (weight + change).bfloat16().float() - weight
-            kept, whole = kept + (merged * change).sum().item(), whole + (change * change).sum().item()
-        assert kept / whole < most_merged, "merging would do"
         await run.update(version)
         after = await scored()
         served, trained, full = (now - old for now, old in zip(after, before, strict=True))
@@ -314,16 +332,6 @@ async def check_small_updates(run: Running, learner: Learner) -> None:
         assert trained @ full >= 0.95 * (served @ full)
         assert served @ full >= 0.95 * (full @ full)
         assert np.sqrt(np.mean(full**2)) > 0.01
-    assert not parity_problems(run, after, before)
-    run.sent = lambda: ((name, tensor / 2 if "lora_B" in name else tensor) for name, tensor in learner.gather(ADAPTER))
-    await run.update(V[3])  # at half scale
-    (problem,) = parity_problems(run, await scored(), before)
-    assert "of training's change to the log-probabilities" in problem
-
-
-def parity_problems(run: Running, scores: list[np.ndarray], before: list[np.ndarray]) -> tuple[str, ...]:
-    scored = Scored(scores[0].astype(np.float32), V[3], run.loading[-1].mode)
-    return compare({"a": scored}, scores[1], TOLERANCE_16_BIT, of_median=True, base=before[1]).problems
 
 
 async def test_a_stop_while_vllm_starts_leaves_no_process(tmp_path: Path) -> None:
