@@ -9,15 +9,13 @@ import functools
 import json
 import re
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 from aiohttp import web
 
-from pipelinerl.kube.client import TRAINER, KubeClient, Permission
+from pipelinerl.kube.client import TRAINER, Permission
 from tests.support.machine import free_port
 
 NAMESPACE = "train"
@@ -283,9 +281,3 @@ def selects(selector: str, pod: dict[str, Any]) -> bool:
     return all(fields.get(name) == value for name, value in equal) and all(
         fields.get(name) in values.split(",") for name, values in sets
     )
-
-
-@asynccontextmanager
-async def kube_client(account: Path, request_s: float = 60.0) -> AsyncIterator[KubeClient]:
-    async with KubeClient(NAMESPACE, account, request_s=request_s) as client:
-        yield client

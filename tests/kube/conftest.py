@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.kube.client import KubeClient
-from tests.kube.api_server import ApiServer, kube_client
+from tests.kube.api_server import NAMESPACE, ApiServer
 from tests.support.certificates import Authority
 
 
@@ -44,11 +44,5 @@ def account(tmp_path: Path, tls: tuple[Path, ssl.SSLContext]) -> Callable[[str],
 
 @pytest.fixture
 async def trainer(api: ApiServer, account: Callable[[str], Path]) -> AsyncIterator[KubeClient]:
-    async with kube_client(account("trainer-token")) as client:
-        yield client
-
-
-@pytest.fixture
-async def actor(api: ApiServer, account: Callable[[str], Path]) -> AsyncIterator[KubeClient]:
-    async with kube_client(account("actor-token")) as client:
+    async with KubeClient(NAMESPACE, account("trainer-token"), request_s=60) as client:
         yield client
