@@ -8,9 +8,9 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,11 +19,26 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.chart.rendering import HELM, NAMESPACE, Object
-from tests.chart.scheduler import Node
 from tests.support.machine import free_port
 
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 KUBECTL = HELM.with_name("kubectl")
+
+
+@dataclass(eq=False)
+class Node:
+    """`resources` for pods, beside much of everything but devices."""
+
+    name: str
+    resources: Mapping[str, str | int] = field(default_factory=dict)
+    taints: Sequence[Object] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.labels = {"kubernetes.io/hostname": self.name, "kubernetes.io/os": "linux", **self.labels}
+        self.resources = {"cpu": "64", "memory": "1Ti", "pods": "110", "ephemeral-storage": "4Ti", **self.resources}
+
+
 NODES = [Node(f"node-{index}") for index in range(4)]
 _SOON_S = 120.0
 

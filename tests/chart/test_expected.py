@@ -34,7 +34,8 @@ everything:
       - {weight: 1, podAffinityTerm: {topologyKey: zone, labelSelector: {matchLabels: {team: a}}}}
   # Both pods of the pair at once, in one hook; each says its own failure. None preempts a pod of the run.
   Job/pipelinerl-test-transfer spec: {parallelism: 2, backoffLimitPerIndex: 0}
-  pod/transfer-test spec: {priorityClassName: null, nodeSelector: {pool: gpu}}
+  pod/transfer-test spec:
+    {priorityClassName: null, nodeSelector: {pool: gpu}, topologySpreadConstraints * topologyKey: [kubernetes.io/hostname]}
   main/transfer-test:
     args: python -m services.trainer.transfer_test --index=$(JOB_COMPLETION_INDEX)
       --host=pipelinerl-test-transfer-0.pipelinerl-test-transfer --own-host=$(POD_IP) --device=cuda --within=300
@@ -49,6 +50,9 @@ two-nodes:
   # Nodes of a trainer start and change over together under one name: a rolling update waits for the new pod to be ready,
   # and that one for an old pod that it can never meet. A node is not killed while it waits for the others.
   StatefulSet/pipelinerl-trainer spec: {updateStrategy: {type: OnDelete}}
+  # Actors come after the last of them.
+  pod/actor spec affinity podAffinity requiredDuringSchedulingIgnoredDuringExecution *:
+    {topologyKey: [kubernetes.io/os], labelSelector matchLabels apps.kubernetes.io/pod-index: ['1']}
 group:
   pod/actor spec:
     resourceClaims: [{name: gpu, resourceClaimTemplateName: h100}]
@@ -117,11 +121,12 @@ OF_VALUES: list[dict[str, Any]] = yaml.safe_load(r"""
   env/actor: {PIPELINERL_REACHABLE: 'true'}
   main/actor: {envFrom: null}
 - values:
-    actor: {hostNetwork: true, schedulerName: volcano}
-    trainer: {schedulerName: volcano}
+    actor: {hostNetwork: true, schedulerName: volcano, scheduleAfterTrainer: false}
+    trainer: {schedulerName: volcano, podDisruptionBudget: {maxUnavailable: 0}}
     verifier: {schedulerName: volcano}
     networkPolicy: {enabled: false}
-  pod/actor spec: {hostNetwork: true, dnsPolicy: ClusterFirstWithHostNet, schedulerName: volcano}
+  pod/actor spec: {hostNetwork: true, dnsPolicy: ClusterFirstWithHostNet, schedulerName: volcano, affinity: null}
+  PodDisruptionBudget/pipelinerl-trainer spec: {maxUnavailable: 0}
   pod/trainer spec, pod/verifier spec: {hostNetwork: null, schedulerName: volcano}
 - values: {security: {runAsUser: null}}  # OpenShift gives each namespace uids of its own, and refuses others
   pod/actor spec, pod/trainer spec, pod/verifier spec, pod/nats spec, pod/test spec:

@@ -4,23 +4,21 @@ with `make cluster-check`: the one that KUBECONFIG names, or a control plane who
 
 import json
 import os
-import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.chart import control_plane
-from tests.chart.control_plane import Cluster, CommandError
-from tests.chart.placements import PLACEMENTS, URGENT
-from tests.chart.rendering import CHART, COMPONENT, CPU_VALUES, HELM
-from tests.chart.scheduler import pods_of
+from tests.chart.control_plane import Cluster, CommandError, Node
+from tests.chart.rendering import CHART, COMPONENT, CPU_VALUES, HELM, WORKLOADS, render
 
 HELM3 = HELM.with_name("helm3")
 HELMS: dict[str, tuple[Path, tuple[str, ...]]] = {
@@ -186,14 +184,120 @@ def _until(condition: Callable[[], bool], cluster: Cluster, what: str) -> None:
         time.sleep(0.5)
 
 
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+GPU, SPOT = "nvidia.com/gpu", "cloud.example.com/spot"
+URGENT = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "urgent"}, "value": 1000}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`runs`: pods on each node of a pool, which is a node's name up to the dash. Components that are not named run anywhere.
+    Pods without a node are in the pool `waiting`, and `waits` says for what. The node `drained` is drained after `joining`."""
+
+    nodes: Sequence[Node]
+    values: Mapping[str, Any]
+    runs: Mapping[str, Sequence[str]]
+    waits: Mapping[str, str] = field(default_factory=dict)
+    files: Sequence[Path] = ()
+    joining: Sequence[Node] = ()
+    drained: str = ""
+
+    def count(self) -> int:
+        """Pods at first: an autoscaler keeps at least its minimum."""
+        rendered = render(self.values, self.files)
+        scaled = {one["spec"]["scaleTargetRef"]["name"]: one["spec"] for one in rendered.of_kind("HorizontalPodAutoscaler")}
+        least = {name: spec["minReplicas"] for name, spec in scaled.items()}
+        return sum(
+            max(item["spec"].get("replicas", 1), least.get(item["metadata"]["name"], 1))
+            for item in rendered.of_kind(*WORKLOADS)
+        )
+
+    def found(self, pods: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
+        """What is in place of `runs`, given the component of each pod, its node or nothing, and why it has none."""
+        named = " ".join(text for texts in self.runs.values() for text in texts)
+        nodes, pools = defaultdict[str, Counter[str]](Counter), defaultdict[str, list[str]](list)
+        for component, node, reason in pods:
+            if not node:
+                nodes["waiting"][component if self.waits.get(component, "?") in reason else f"{component} ({reason})"] += 1
+            elif component in named:
+                nodes[node][component] += 1
+        for node, counts in nodes.items():
+            pools[node.partition("-")[0]].append(", ".join(f"{counts[one]} {one}" for one in sorted(counts)))
+        return {pool: sorted(texts) for pool, texts in pools.items()}
+
+
+def _nodes(pool: str, *gpus: int, spot: bool = False, cpus: int = 1) -> list[Node]:
+    """Nodes of a pool with these numbers of GPUs, tainted as is the custom, and some without."""
+    taints = [{"key": key, "value": "true", "effect": "NoSchedule"} for key in (GPU, *([SPOT] if spot else []))]
+    labels = {SPOT: "true"} if spot else {}
+    given = [Node(f"{pool}-{index}", {GPU: number}, taints, labels) for index, number in enumerate(gpus)]
+    return [*given, *(Node(f"cpu-{index}") for index in range(cpus))]
+
+
+ACTORS, TRAINER = {"replicas": 8, "gpus": 1}, {"gpus": 8, "expectedActors": 8}
+EIGHT = {"images": {"variant": "cuda"}, "actor": ACTORS, "trainer": TRAINER}  # the documents' example
+TWO_NODES = {"nodes": 2, "persistence": {"accessMode": "ReadWriteMany"}}
+ON_SPOT = {"nodeSelectorTerms": [{"matchExpressions": [{"key": SPOT, "operator": "Exists"}]}]}
+SPOT_ACTORS = {"tolerations": [{"key": SPOT, "operator": "Exists"}], "affinity": {"nodeAffinity": {REQUIRED: ON_SPOT}}}
+OPEN, OLD, NEW = [Node(f"open-{index}", {GPU: 8}) for index in "01"], [Node("old-0", {GPU: 16})], [Node("new-0", {GPU: 16})]
+FEW, AFFINITY, ON_CPU = f"Insufficient {GPU}", "node(s) didn't match pod affinity rules", {"cpu": ["1 nats, 2 verifier"]}
+PLACEMENTS = {
+    "default values on sixteen GPUs": Placement(OPEN, {}, {"open": ["1 verifier", "1 verifier"]}),
+    "the documents' example": Placement(OPEN, EIGHT, {"open": ["1 trainer", "8 actor"]}),
+    "tainted GPU nodes": Placement(_nodes("gpu", 8, 8), EIGHT, ON_CPU | {"gpu": ["1 trainer", "8 actor"]}),
+    "two nodes of a trainer": Placement(
+        _nodes("gpu", 8, 8, 8), EIGHT | {"trainer": TRAINER | TWO_NODES}, {"gpu": ["1 trainer", "1 trainer", "8 actor"]}
+    ),
+    "actors on spot nodes": Placement(
+        [*_nodes("gpu", 16), *_nodes("spot", 8, spot=True, cpus=0)],
+        EIGHT | {"actor": ACTORS | SPOT_ACTORS},
+        ON_CPU | {"gpu": ["1 trainer"], "spot": ["8 actor"]},
+    ),
+    "a small node that one server of NATS and one verifier fill": Placement(
+        [Node("big-0"), Node("small-0", {"cpu": "600m", "memory": "2150Mi"})],
+        {"verifier": {"replicas": 2}, "nats": {"replicas": 3, "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}}}},
+        {"big": ["2 nats, 1 verifier"], "small": ["1 nats, 1 verifier"]},
+        files=[CPU_VALUES],
+    ),
+    "the trial without GPUs on one node": Placement(
+        [Node("one-0", {"cpu": 5, "memory": "11Gi"})],
+        {},
+        {"one": ["1 actor, 1 nats, 1 trainer, 1 verifier"]},
+        files=[CPU_VALUES],
+    ),
+    "no node with enough GPUs for the trainer": Placement(
+        _nodes("gpu", 4, 4, 4),
+        EIGHT,
+        ON_CPU | {"waiting": ["8 actor, 1 trainer"]},
+        {"trainer": f"4 {FEW}", "actor": f"3 {AFFINITY}"},
+    ),
+    "too few GPUs for the actors": Placement(
+        _nodes("gpu", 8, 4), EIGHT, {"gpu": ["1 trainer", "4 actor"], "waiting": ["4 actor"]}, {"actor": f"3 {FEW}"}
+    ),
+    "a trainer of higher priority takes the place of actors": Placement(
+        _nodes("gpu", 8),
+        EIGHT | {"actor": ACTORS | {"scheduleAfterTrainer": False}, "trainer": {"gpus": 5, "priorityClassName": "urgent"}},
+        {"gpu": ["3 actor, 1 trainer"], "waiting": ["5 actor"]},
+        {"actor": FEW},
+    ),
+    "a drained node": Placement(OLD, EIGHT, {"new": ["8 actor, 1 nats, 1 trainer, 2 verifier"]}, joining=NEW, drained="old-0"),
+    "a drained node on which the trainer must stay": Placement(
+        OLD,
+        EIGHT | {"trainer": TRAINER | {"podDisruptionBudget": {"maxUnavailable": 0}}},
+        {"old": ["1 trainer"], "new": ["8 actor, 1 nats, 2 verifier"]},
+        joining=NEW,
+        drained="old-0",
+    ),
+}
+
+
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("release", ["helm-4"], indirect=True)
 def test_pods_run_where_they_should(release: Release, name: str) -> None:
-    """The same table as for the model of the scheduler, which may be wrong."""
     cluster, placement = release.cluster, PLACEMENTS[name]
     if cluster.stand_in is None:
         pytest.skip("needs the nodes of the table: unset KUBECONFIG to start a control plane that has them")
-    number = len([*pods_of(placement.objects())])
+    number = placement.count()
 
     def pods() -> list[tuple[str, str, str]]:
         found = json.loads(cluster.kubectl("get", "pods", "--output", "json"))["items"]
@@ -214,29 +318,3 @@ def test_pods_run_where_they_should(release: Release, name: str) -> None:
             with suppress(CommandError):  # a budget may keep a pod there until the time is over
                 cluster.kubectl("drain", placement.drained, "--delete-emptydir-data", "--timeout=30s")
         _until(has_settled, cluster, f"{name}: not {placement.runs}")
-
-
-@pytest.mark.parametrize("release", ["helm-4"], indirect=True)
-def test_a_service_account_may_do_what_its_service_does_and_no_more(release: Release) -> None:
-    cluster = release.cluster
-    release.install({})
-
-    def may(account: str, verb: str, resource: str, *options: str) -> bool:
-        subject = f"--as=system:serviceaccount:{cluster.namespace}:{release.name}-{account}"
-        try:
-            return cluster.kubectl("auth", "can-i", verb, resource, *options, subject).strip() == "yes"
-        except CommandError:  # "no" is an exit code
-            return False
-
-    others = [("get", "secrets"), ("patch", "deployments"), ("create", "events")]
-    for account in ("actor", "trainer", "verifier", "nats"):
-        assert [call for call in others if may(account, *call)] == [], account
-        subject = f"--as=system:serviceaccount:{cluster.namespace}:{release.name}-{account}"
-        rules = re.findall(r"(?m)^(\S+) .*\[(.*)\]$", cluster.kubectl("auth", "can-i", "--list", subject))
-        verbs = {verb for resources, some in rules if resources.startswith(("pods", "*")) for verb in some.split()}
-        assert (bool(rules), verbs) == (True, {"list", "watch"} if account == "trainer" else set())
-    for kind, own in (("deployments", "actor"), ("statefulsets", "trainer")):
-        assert may("trainer", "patch", f"{kind}/{release.name}-{own}", "--subresource=scale")
-        assert not may("trainer", "patch", f"{kind}/{release.name}-nats", "--subresource=scale")
-    for one in (f"configmaps/{release.name}-run", f"secrets/{release.name}-report"):
-        assert [may("trainer", verb, one) for verb in ("patch", "get", "delete")] == [True, False, False]
