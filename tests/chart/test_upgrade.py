@@ -115,21 +115,9 @@ def test_an_uninstall_leaves_the_checkpoints_unless_the_values_say_so(keep: bool
     assert kept == ["pipelinerl-trainer"] * keep
 
 
-NOTES = {
-    "": ["scale deployment/pipelinerl-actor --replicas=4", "The run arithmetic trains the model arithmetic with the recipe"],
-    "trainer.expectedActors=8": ["--replicas=8", "An install starts one actor, but the first step waits for 8"],
-    "actor.replicas=0": ["actor.replicas is 0: the run pauses", "upgrade ... --set actor.replicas=4"],
-    "model.source=s3://a/b": ["s3://a/b must have a private address and a port of"],
-    "kueue.queue=rl": ["kubectl -n train delete workload.kueue.x-k8s.io pipelinerl --ignore-not-found"],
-    "trainer.nodes=2,trainer.persistence.accessMode=ReadWriteMany": ["component=trainer   (all trainer nodes must restart"],
-}
-
-
-@pytest.mark.parametrize("values", NOTES)
-def test_notes_say_the_next_commands(values: str) -> None:
-    notes = _notes("--dry-run=client", "--set", values)
-    assert [command for command in NOTES[values] if command not in notes] == []
-    named = re.findall(r"(?:deployment/|statefulset/|service/|configmap/|exec |pvc |delete pod )(pipelinerl[-\w]*)", notes)
+def test_notes_name_objects_that_exist() -> None:
+    commands = r"(?:deployment/|statefulset/|service/|configmap/|exec |pvc |delete pod )(pipelinerl[-\w]*)"
+    named = re.findall(commands, _notes("--dry-run=client"))
     made = {item["metadata"]["name"].removesuffix("-0") for item in installed().objects}
     assert len(named) > 4
     assert {name.removesuffix("-0") for name in named} <= made

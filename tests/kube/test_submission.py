@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent import futures
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import grpc
 import pytest
 
 from pipelinerl.cli import main
-from pipelinerl.commands.submit import chart_values, rows_of
+from pipelinerl.commands.submit import chart_values
 from pipelinerl.errors import ServiceError
 from pipelinerl.kube import submission
 from pipelinerl.kube.client import Permission, PersonClient, name_of
@@ -32,9 +31,8 @@ from tests.chart.rendering import CPU_VALUES, HELM, NAMESPACE, Object, Rendered
 from tests.cluster.api_server import ApiServer
 from tests.support.certificates import Authority
 
-INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
+INSTANCE, COMPONENT, PART_OF = (f"app.kubernetes.io/{name}" for name in ("instance", "component", "part-of"))
 SUBMIT = ("submit", "arithmetic", "-n", NAMESPACE, "--release", "own", "--values", str(CPU_VALUES))
-
 ATTACH = ("submit", "--attach", "own", "-n", NAMESPACE)
 
 
@@ -113,7 +111,7 @@ async def test_a_name_stays_taken_until_removal(api: ApiServer, release: Release
     await submission.remove(release)  # which is gone, but not its claim
     assert [name_of(item) for item in api._rendered.objects] == ["math-data"]
     state = {"kind": "ConfigMap", "data": {"run": "own"}}
-    labels = {INSTANCE: "other", COMPONENT: "trainer", "app.kubernetes.io/part-of": "pipelinerl"}
+    labels = {INSTANCE: "other", COMPONENT: "trainer", PART_OF: "pipelinerl"}
     api._rendered.objects.append(state | {"metadata": {"name": "other-run", "labels": labels}})
     assert "the release other has a run of this name" in await errors_of(capsys, 2, *SUBMIT)
 
@@ -137,23 +135,19 @@ async def test_a_recipe_that_the_job_refuses_is_uninstalled(api: ApiServer, caps
         (("submit", "arithmetic", "-n", "x", "--release", "a.b"), "--release = 'a.b': use 1-40"),
         ((*SUBMIT, "--output", "."), "has other files"),
         (("submit", "arithmetic", "-n", "x", "--set", "trainer.batch_size=7"), "trainer.batch_size"),
+        (SUBMIT, "helm is not on PATH: install Helm 3.14 or newer"),
+        (SUBMIT, "helm is v3.9.1: install Helm 3.14 or newer"),
     ],
 )
 async def test_mistakes_are_found_before_anything_is_installed(
-    api: ApiServer, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
+    api: ApiServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], told: str
 ) -> None:
+    if told.startswith("helm is"):
+        monkeypatch.setenv("PATH", str(Path.cwd()))
+        Path("helm").write_text(f"#!{sys.executable}\nprint('v3.9.1')\n")
+        Path("helm").chmod(0o755 if "v3.9.1" in told else 0o644)
     assert told in await errors_of(capsys, 2, *arguments)
     assert api._rendered.objects == []
-
-
-async def test_without_helm_the_error_says_how_to_get_it(
-    api: ApiServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "helm is not on PATH: install Helm 3.14 or newer" in await errors_of(capsys, 2, *SUBMIT)
-    (tmp_path / "helm").write_text(f"#!{sys.executable}\nprint('v3.9.1')\n")
-    (tmp_path / "helm").chmod(0o755)
-    assert "helm is v3.9.1: install Helm 3.14 or newer" in await errors_of(capsys, 2, *SUBMIT)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +156,7 @@ async def test_without_helm_the_error_says_how_to_get_it(
         ("check_absent", SUBMIT, "interrupted; nothing was installed\n", False),
         ("install", SUBMIT, "may be installed; before you submit again, remove it: helm uninstall own", False),
         ("look", (*SUBMIT, "--watch"), "the run goes on\n  watch and fetch  pipelinerl submit --attach own -n train", True),
-        ("check_helm", ("submit", "--attach", "own", "-n", "train"), "the run goes on\n  watch and fetch", False),
-        ("look", ("submit", "--attach", "own", "-n", "train"), "stop and remove  helm uninstall own -n train", False),
+        ("check_helm", ATTACH, "the run goes on\n  watch and fetch", False),
     ],
 )
 async def test_an_interrupted_command_says_what_there_is_and_how_to_go_on(
@@ -218,7 +211,7 @@ async def trainer_served(monkeypatch: pytest.MonkeyPatch, tls_dir: Path | None) 
 
 
 def publish(api: ApiServer, **data: str) -> None:
-    labels = {INSTANCE: "own", COMPONENT: "trainer", "app.kubernetes.io/part-of": "pipelinerl"}
+    labels = {INSTANCE: "own", COMPONENT: "trainer", PART_OF: "pipelinerl"}
     metadata = {"name": "own-pipelinerl-run", "uid": "u", "labels": labels, "creationTimestamp": "2026-01-01T00:00:00Z"}
     others = [item for item in api._rendered.objects if item["kind"] != "ConfigMap"]
     api._rendered.objects[:] = [*others, {"kind": "ConfigMap", "metadata": metadata, "data": data}]
@@ -405,15 +398,6 @@ async def test_results_that_cannot_be_fetched_remove_nothing(
     api.execute = execute
     assert await pipelinerl(*ATTACH) == 0
     assert kept.read_bytes() == (run_dir / "checkpoint" / kept.name).read_bytes()
-    (run_dir / "recipe.yaml").unlink()
-    assert "lacks recipe.yaml" in await errors_of(capsys, 1, *ATTACH)
-    api.withheld = {Permission("pods/exec", "get")}
-    assert "resources [pods/exec], verbs [get, create]" in await errors_of(capsys, 1, *ATTACH)
-    assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
-
-
-async def test_a_file_of_another_size_is_an_error(api: ApiServer, release: Release, run_dir: Path, tmp_path: Path) -> None:
-    execute = api.execute
 
     async def grows(name: str, container: str, command: list[str]) -> asyncio.subprocess.Process:
         if command[0] == "tail":
@@ -421,25 +405,25 @@ async def test_a_file_of_another_size_is_an_error(api: ApiServer, release: Relea
         return await execute(name, container, command)
 
     api.execute = grows
-    with pytest.raises(ServiceError, match=r"has [\d,]+ bytes instead of"):
-        await fetch(release, FINISHED_RUN, tmp_path / "here")
+    assert "bytes instead of" in await errors_of(capsys, 1, *ATTACH, "--output", "other")
+    (run_dir / "recipe.yaml").unlink()
+    assert "lacks recipe.yaml" in await errors_of(capsys, 1, *ATTACH)
+    api.withheld = {Permission("pods/exec", "get")}
+    assert "resources [pods/exec], verbs [get, create]" in await errors_of(capsys, 1, *ATTACH)
+    assert api._rendered.find("ConfigMap", "own-pipelinerl-run")
 
 
-@pytest.mark.parametrize("name", ["checkpoint/../../x", "checkpoint/\0", "checkpoint/a/b"])
-def test_no_file_is_written_outside_of_the_folder(tmp_path: Path, name: str) -> None:
+def test_no_file_is_written_outside_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "a").symlink_to("/tmp")
-    with pytest.raises(ServiceError, match="which is a link or outside"):
-        files_of(b"1 " + name.encode(), tmp_path)
+    outside = dict.fromkeys((b"1 checkpoint/../../x", b"1 checkpoint/\0", b"1 checkpoint/a/b"), "which is a link or outside")
+    no_lists = dict.fromkeys((b"recipe.yaml", b"many recipe.yaml", b"1 \xff"), "cannot read the list of files")
+    for listed, why in (outside | no_lists).items():
+        with pytest.raises(ServiceError, match=why):
+            files_of(listed, tmp_path)
     (linked := tmp_path / "linked").symlink_to(tmp_path)
     listed = files_of(b"1 ../x\n1 /etc/passwd\n1 .\n1 other\n2 checkpoint/b", linked)  # the folder itself may be a link
     assert listed == {"checkpoint/b": (2, linked / "checkpoint" / "b")}
-
-
-@pytest.mark.parametrize("listed", [b"recipe.yaml", b"many recipe.yaml", b"1 \xff"])
-def test_a_list_of_files_that_is_none_is_refused(listed: bytes, tmp_path: Path) -> None:
-    with pytest.raises(ServiceError, match="cannot read the list of files"):
-        files_of(listed, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -478,22 +462,16 @@ def test_the_chart_gets_the_same_recipe(name: str) -> None:
     assert Recipe.model_validate(chart_values(recipe, "r")["recipe"]["inline"]) == recipe
 
 
-def test_runs_are_listed_with_what_is_known_of_them() -> None:
-    def item(name: str, release: str, created: str, **data: str) -> Object:
-        return {"metadata": {"name": name, "labels": {INSTANCE: release}, "creationTimestamp": created}, "data": data}
-
-    full = {"run": "a", "phase": "Running", "step": "3", "steps": "8", "heldoutAccuracy": "0.5", "lag": "1.25"}
-    states = [item("a-run", "a", "2026-01-01T00:00:00Z", **full), item("b-run", "b", "2026-01-01T01:00:00Z", lag="?")]
-    sets = [item(f"{name}-trainer", name, "2026-01-01T00:00:00Z") for name in ("a", "silent")]
-    rows = rows_of([*sets, *states], datetime(2026, 1, 1, 2, tzinfo=UTC))
-    silent = {"release": "silent", "age_s": 7200}
-    assert rows == [{"release": "b", "age_s": 3600, "lag": "?"}, {"release": "a", "age_s": 7200, **full}, silent]
-
-
-async def test_the_list_is_a_table_for_people(api: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_runs_are_listed_in_a_table_with_what_is_known_of_them(
+    api: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "no runs in namespace train" in await errors_of(capsys, 0, "runs", "-n", NAMESPACE)
     publish(api, run="own\x1b[2J", phase="Running", steps="8", step="3", heldoutAccuracy="0.5", lag="1.25")
+    metadata = {"name": "silent-trainer", "labels": {INSTANCE: "silent", COMPONENT: "trainer", PART_OF: "pipelinerl"}}
+    silent = {"kind": "StatefulSet", "metadata": metadata | {"creationTimestamp": "2025-01-01T00:00:00Z"}}
+    api._rendered.objects.append(silent)
     assert await pipelinerl("runs", "-n", NAMESPACE) == 0
-    header, line = capsys.readouterr().out.splitlines()
+    header, line, other = capsys.readouterr().out.splitlines()
+    assert other.split()[0] == "silent"
     assert header.split() == ["RELEASE", "RUN", "PHASE", "STEP", "ACCURACY", "LAG", "AGE"]
     assert line.split()[:7] == ["own", "own\\x1b[2J", "Running", "3", "of", "8", "0.5"]
