@@ -234,18 +234,3 @@ def test_a_changed_recipe_replaces_the_pods() -> None:
     before, after = sums({}), sums({"recipe": {"set": {"trainer": {"steps": 7}}}})
     assert len(before) == len(after) == 1
     assert before != after
-
-
-def test_the_processes_of_helm_test_find_each_other_on_its_loopback_and_share_no_port() -> None:
-    rendered = rendered_case("default")
-    by_name = {
-        container["name"]: {name: entry["value"] for name, entry in environment(container).items()}
-        for container in rendered.pod("test").containers[1:]
-    }
-    ports = [given[f"PIPELINERL_{kind}_PORT"] for given in by_name.values() for kind in ("GRPC", "HTTP")]
-    assert len(set(ports)) == len(ports) == 6
-    assert by_name["actor"]["PIPELINERL_VERIFIER"] == f"127.0.0.1:{by_name['verifier']['PIPELINERL_GRPC_PORT']}"
-    for name in ("actor", "trainer"):
-        assert by_name[name]["PIPELINERL_NATS_URL"] == "nats://127.0.0.1:4222"
-    assert "listen: 127.0.0.1:4222" in rendered.one("ConfigMap", "pipelinerl-test")["data"]["nats.conf"]
-    assert all("PIPELINERL_GRPC_HOST" not in given for given in by_name.values())  # loopback by itself

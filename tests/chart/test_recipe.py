@@ -9,7 +9,7 @@ import yaml
 from pipelinerl.commands.validate import chart_problems
 from pipelinerl.recipe.fields import Recipe, TaskConfig
 from pipelinerl.recipe.loading import load_recipe
-from tests.chart.rendering import CHART, CPU_VALUES, ROOT, SERVICES, HelmError, Rendered, render
+from tests.chart.rendering import CHART, ROOT, SERVICES, HelmError, Rendered, render
 
 NAMES = tuple(path.stem for path in sorted((ROOT / "recipes").glob("*.yaml")))
 COPY = "cp recipes/*.yaml deploy/helm/recipes/"
@@ -121,8 +121,6 @@ refused:  # by the templates
   "recipe.name: the chart has no recipe \"gsn\"; use one of arithmetic, calculator, code, gsm": {recipe: {name: gsn}}
   "recipe.inline: the recipe has no model": {recipe: {inline: {name: mine, task: {source: reasoning_gym}}}}
   "recipe.set.model.chat_template: chat.jinja is a file": {recipe: {set: {model: {chat_template: chat.jinja}}}}
-  "the recipe has no task": {recipe: {inline: {name: mine, model: {name: a/b}}}}
-  "the recipe has no name": {recipe: {inline: {model: {name: a/b}, task: {name: chain_sum}}}}
   "model.name: the recipe names no model; set": {recipe: {name: smollm2, set: {model: {source: hub}}}}
   "run: \"My run\" cannot name a run; use 1-40 lowercase letters, digits and inner": {recipe: {set: {name: My run}}}
   "actor.gpus: 4 differs from the recipe's actor.engine.tensor_parallel_size = 1; set": {actor: {gpus: 4}}
@@ -144,7 +142,6 @@ refused:  # by the templates
   "both are x, which the chart creates": {actor: {serviceAccount: {name: x}}, trainer: {serviceAccount: {name: x}}}
   "both are pipelinerl-trainer, which the chart creates": {actor: {serviceAccount: {create: false, name: pipelinerl-trainer}}}
   "tls.nats.enabled: encrypts only": {tls: {nats: {enabled: true}}, nats: {enabled: false, url: 'nats://nats.messaging:4222'}}
-  "nats.tlsSecret: nats-ca is not used while nats.enabled is true; set tls.nats.enabled": {nats: {tlsSecret: nats-ca}}
   "images.variant: cuda does not fit actor.gpus = 0; set actor.gpus and": {actor: {gpus: 0}, trainer: {gpus: 0}}
   "images.variant: cpu does not fit actor.gpus = 1; set actor.gpus and trainer.gpus to 0": {images: {variant: cpu}}
   "monitoring.from: is": {actor: *hpa, networkPolicy: {monitoring: {from: []}}, metrics: {scrapedOtherwise: true}}
@@ -166,13 +163,10 @@ refused:  # by the templates
   "nats.existingSecret: login protects nothing": {nats: {existingSecret: login, auth: {enabled: false}}}
   "nats.url: is empty while nats.enabled is false": {nats: {enabled: false}}
   "nats.url: a server does not begin with nats:// or tls://": {nats: {enabled: false, url: 'nats://user:pass,word@nats:4222'}}
-  "nats.url: is not used while nats.enabled is true": {nats: {url: 'nats://user:secret@nats.messaging:4222'}}
   ": is empty; name a Secret with tls.crt, tls.key and ca.crt": {tls: {grpc: {enabled: true}}}
   "tls.certManager.issuerRef: has no name": {tls: {nats: {enabled: true}, certManager: {enabled: true}}}
   "tls: certificates are given, but nothing is encrypted; set tls.grpc.enabled": {tls: {secrets: {actor: actor-tls}}}
   "keda.prometheusAddress: is empty; set": {actor: {autoscaling: {enabled: true}}, metrics: {scrapedOtherwise: true}}
-  "huggingface.token: huggingface.existingSecret is set, too": {huggingface: {token: hf_a, existingSecret: hf}}
-  "tracing.headersSecret: login is not used": {tracing: {headersSecret: login}}
   "verifier.autoscaling.maxReplicas: 2 is less than": {verifier: {autoscaling: {minReplicas: 3, maxReplicas: 2}}}
   "autoscaling.kind: hpa scales on": {verifier: {autoscaling: {kind: hpa}}, metrics: {scrapedOtherwise: true}}
   "keda needs it": {metrics: {scrapedOtherwise: true}, recipe: {set: *episodes}, verifier: {autoscaling: {kind: keda}}}
@@ -271,9 +265,3 @@ def test_a_release_that_cannot_name_a_service_and_files_for_which_it_has_no_room
 @pytest.mark.parametrize("values", TAKEN, ids=str)
 def test_values_that_only_look_like_those_are_taken(values: dict[str, Any], tmp_path: Path) -> None:
     assert said_by_the_job(render(values), tmp_path) == []
-
-
-def test_the_test_trains_a_few_steps_of_the_arithmetic_recipe(tmp_path: Path) -> None:
-    recipe = recipe_of(render(files=[CPU_VALUES]), tmp_path, "test")
-    assert (recipe.name, recipe.trainer.steps, recipe.model.source) == ("helm-test", 3, "package")
-    assert recipe_of(render({"test": {"steps": 5}}), tmp_path, "test").trainer.steps == 5

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.chart.fields import problems
 from tests.chart.rendering import CHART, CPU_VALUES, NAMESPACE, Rendered, helm, render
+from tests.chart.test_rules import problems
 from tests.cluster.api_server import ApiServer
 
 OWNER = {"meta.helm.sh/release-name": "pipelinerl", "meta.helm.sh/release-namespace": NAMESPACE}

@@ -82,7 +82,6 @@ class ApiServer:
         app.router.add_post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", self._review_access)
         namespace = "/api/v1/namespaces/{namespace}"
         app.router.add_get(namespace + "/pods", self._get_pods)
-        app.router.add_get(namespace + "/pods/{name}", self._get_pod)
         app.router.add_patch(namespace + "/configmaps/{name}", self._patch_config)
         app.router.add_patch(namespace + "/secrets/{name}", self._patch_secret)
         for kind in ("deployments", "statefulsets"):
@@ -225,13 +224,6 @@ class ApiServer:
             self._watchers.remove(watcher)
             self._changed.set()
         return response
-
-    async def _get_pod(self, request: web.Request) -> web.Response:
-        await self._allowed(request, Permission("pods", "get"))
-        name = request.match_info["name"]
-        if name not in self.pods:
-            self._refuse(404, "NotFound", f'pods "{name}" not found')
-        return web.json_response(self.pods[name])
 
     async def _patch_config(self, request: web.Request) -> web.Response:
         await self._allowed(request, Permission("configmaps", "patch"))
