@@ -27,14 +27,7 @@ from tests.unit.test_training_run import LINGERS
 from tests.unit.trainer_fakes import training_run
 
 
-@pytest.mark.parametrize(
-    ("mode", "left"),
-    [
-        ("keep", {"rl-actor": 8, "rl-trainer": 1}),
-        ("release", {"rl-actor": 0, "rl-trainer": 0}),
-        ("exit", {"rl-actor": 0, "rl-trainer": 0}),
-    ],
-)
+@pytest.mark.parametrize("mode", ["keep", "release", "exit"])
 async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_back(
     tmp_path: Path,
     api: ApiServer,
@@ -42,8 +35,8 @@ async def test_a_finished_run_leaves_what_it_was_told_to_and_gets_its_actors_bac
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     mode: str,
-    left: dict[str, int],
 ) -> None:
+    left = {"rl-actor": 8, "rl-trainer": 1} if mode == "keep" else {"rl-actor": 0, "rl-trainer": 0}
     caplog.set_level("INFO")
     monkeypatch.setattr("services.trainer.run.evaluates_first", lambda *_: False)
     monkeypatch.setattr(completion, "SEEN_WITHIN_S", 0.0)

@@ -426,25 +426,14 @@ def test_no_file_is_written_outside_of_the_folder(tmp_path: Path) -> None:
     assert listed == {"checkpoint/b": (2, linked / "checkpoint" / "b")}
 
 
-@pytest.mark.parametrize(
-    ("status", "told"),
-    [
-        (READY, ""),
-        ({"phase": "Succeeded"}, ""),
-        ({"phase": "Pending"}, "Pending"),
-        ({"phase": "Running"}, "starting"),
-        (
-            {"phase": "Pending", "containerStatuses": [{"state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}]},
-            "ErrImagePull: no",
-        ),
-        (
-            {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {"exitCode": 1, "message": "x"}}}]},
-            "exit code 1: x",
-        ),
-    ],
-)
-def test_what_a_pod_waits_for(status: Object, told: str) -> None:
-    assert why_not_ready(pod("p", "trainer", **status)) == told
+def test_what_a_pod_waits_for() -> None:
+    def told(phase: str, **state: Object) -> str:
+        return why_not_ready(pod("p", "trainer", phase=phase, containerStatuses=[{"state": state}] if state else []))
+
+    assert why_not_ready(pod("p", "trainer", **READY)) == told("Succeeded") == ""
+    assert (told("Pending"), told("Running")) == ("Pending", "starting")
+    assert told("Pending", waiting={"reason": "ErrImagePull", "message": "no"}) == "ErrImagePull: no"
+    assert told("Failed", terminated={"exitCode": 1, "message": "x"}) == "exit code 1: x"
 
 
 def test_a_run_failed_where_its_state_or_its_trainer_says_so() -> None:

@@ -48,10 +48,6 @@ def problems_of(query: str, known: dict[str, Family]) -> Iterator[str]:
                 )
 
 
-def labels_shown(legend: str) -> set[str]:
-    return set(re.findall(r"\{\{(\w+)\}\}", legend))
-
-
 def groups(values: Mapping[str, Any] | None = None, release: str = "pipelinerl", mode: str = "pipeline") -> list[Object]:
     """Groups of rules; `values`: of `metrics.prometheusRule`; `mode`: of the recipe."""
     rule = {"enabled": True} | dict(values or {})
