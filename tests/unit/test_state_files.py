@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from services.trainer.learn.step import Learner
 from services.trainer.loading import sharded_learner
 from services.trainer.worker import worker_loop
 from services.trainer.world import END, join_ranks, leave_ranks
-from tests.support.learner import LENGTHS, group_of, model_of, sequences_of, told_anywhere
+from tests.support.learner import LENGTHS, group_of, model_of, sequences_of
 from tests.unit.ranks import Job, on_ranks, saved_beside
 
 GROUP = group_of(sequences_of(LENGTHS))
@@ -45,11 +44,8 @@ def test_a_learner_that_was_never_stepped_comes_back_as_new(tmp_path: Path) -> N
     one, other = learner(), learner(seed=1)
     write_state(stage(one), tmp_path / "state", None)
     restore(other, tmp_path / "state")
-    fresh = learner()  # whose moments nobody has asked for
-    expected = told_anywhere(fresh.step(fresh.prepare([GROUP], 0)))
     for stepped in (one, other):
-        np.testing.assert_equal(told_anywhere(stepped.step(stepped.prepare([GROUP], 0))), expected)
-        fresh = learner()
+        stepped.step(stepped.prepare([GROUP], 0))
     assert same(learner_state(one), learner_state(other))
 
 
@@ -73,25 +69,6 @@ def test_staging_again_takes_the_same_memory(tmp_path: Path) -> None:
         saver.write(tmp_path / str(version))
         one.step(one.prepare([GROUP], version))
     assert addresses[0] == addresses[1]
-
-
-def test_a_second_save_beside_the_first_is_our_own_mistake(tmp_path: Path) -> None:
-    saver, folder = StateSaver(learner()), tmp_path / "state"
-    folder.mkdir()
-    os.mkfifo(folder / "__0_0.distcp")  # whoever opens it to write waits for a reader
-    saving = saved_beside(saver, folder)
-    with pytest.raises(AssertionError, match="still being written"):
-        saved_beside(saver, tmp_path / "other")
-    os.close(os.open(folder / "__0_0.distcp", os.O_RDONLY))
-    with pytest.raises(ServiceError):
-        saving.result()
-    saver.end()
-
-
-def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(FieldError, match=r"checkpoint = '.*': has no complete trainer state .*\.metadata"):
-            restore(learner(), folder)
 
 
 @pytest.mark.parametrize(
