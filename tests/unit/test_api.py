@@ -1,9 +1,7 @@
 """`pipelinerl.start` and `Run`: what is shipped to the verifier, what is refused, and how the process of a run is driven."""
 
-import functools
 import importlib.util
 import json
-import math
 import re
 import sys
 import textwrap
@@ -21,7 +19,6 @@ from pipelinerl import api
 from pipelinerl.api import source_of
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.run_dir import checkpoint_of
 from services.verifier.rewards.compose import user_scorer
 from services.verifier.rewards.item import RewardInput
 
@@ -36,7 +33,7 @@ NOTEBOOK = '''
     WORDS = set(range(100))
     WORDS -= set(range(95))
     LIMITS = {"a": [1, 2.5], "b": None, "c": (float("-inf"), frozenset({b"x"}), 2j)}
-    BOUND, UNKNOWN, LONG = float("inf"), float("nan"), "x" * 100_000
+    BOUND, UNKNOWN = float("inf"), float("nan")
     NUMBER = re.compile("[0-9]+", re.M)
     connection = open(__file__)
 
@@ -85,7 +82,6 @@ NOTEBOOK = '''
 
     def reads_object(item): return connection.read()
     def uses_class(item): return Mine()
-    def uses_text(item): return LONG
     def unknown(item): return no_such_name
     def counts(item):
         global LIMITS
@@ -123,14 +119,11 @@ def test_a_function_is_shipped_with_its_globals(
         (lambda of: of.outer(), "uses secret of an enclosing function; pass it as a default value, or make it global"),
         (lambda of: of.reads_object, "uses connection, an object of type TextIOWrapper, which cannot be written as source"),
         (lambda of: of.uses_class, "uses Mine, a class of this program"),
-        (lambda of: of.uses_text, "uses LONG, whose value has 100,002 characters as source"),
         (lambda of: of.unknown, "uses no_such_name, which is not defined"),
         (lambda of: of.counts, "changes the global LIMITS"),
         (lambda of: of.with_text, "has no source (unexpected indent"),
         (lambda of: of.wrapped_later, "was wrapped after its definition; write the wrapper above its def, as a decorator"),
-        (lambda of: functools.wraps(importable)(lambda item: 0.0), "was wrapped after its definition"),
         (lambda of: of.by_lambda, "is a lambda; define a function with def"),
-        (lambda of: math.floor, "is of type builtin_function_or_method; define a function with def"),
     ],
 )
 def test_what_cannot_be_shipped_is_refused_by_name(notebook: ModuleType, function: Callable[..., Any], said: str) -> None:
@@ -184,7 +177,6 @@ def test_a_run_is_a_child_that_can_be_stopped(workplace: Path, notebook: ModuleT
         assert run.stop().wait() is run
         assert [*lines] == ["stopping"]
         assert not run.is_running
-        assert "ended, 0 optimizer steps" in run._repr_html_()
     for reward, scorer in ((importable, "tests.unit.test_api:importable"), ("a.b:c", "a.b:c"), ("mine.py:score", "mine:score")):
         with pipelinerl_run({**RECIPE, "reward": {"timeout_s": 2}}, reward) as run:
             file = Path(next(run.follow()).split()[-1])
@@ -216,11 +208,8 @@ def test_mistakes_prevent_a_start_and_failures_show_the_output(workplace: Path, 
     unused = r"reward = 'math': no task uses it: each sets its own reward\.scorer"
     for given, options, problem in (
         (["arithmetic", "none.py:score"], {}, r"reward = 'none\.py:score': there is no such file in"),
-        ([[3]], {}, r"recipe = '\[3\]': give a recipe's name, its file, or a mapping of its fields"),
-        (["arithmetic"], {"run_dir": 5}, r"run_dir = '5': give the folder of a run, as a string or a Path"),
         (["arithmetic", "math"], {"reward.scorer": "exact"}, unused),
         (["arithmetic", "math"], again, unused),
-        ([{"tasks": [{}]}], {"tasks.a.name": 3}, r"--set tasks\.a\.name = 3: the list has 1 items"),
         (["arithmetic"], {"name": "a/b"}, r"name = 'a/b': use 1-40 lowercase letters"),
     ):
         with pytest.raises(FieldError, match=problem):
@@ -235,17 +224,10 @@ def test_mistakes_prevent_a_start_and_failures_show_the_output(workplace: Path, 
             next(mistaken.follow())
             with pytest.raises(UserError, match="ended with exit code 2"):
                 mistaken.stop().wait()
-        again = pipelinerl.Run(run.path)
         with pytest.raises(FieldError, match="was not started here"):
-            again.stop()
-        with pytest.raises(FieldError, match="has no checkpoint yet"):
-            checkpoint_of(again.path)
+            pipelinerl.Run(run.path).stop()
     with pytest.raises(FieldError, match="there is no such folder"):
         pipelinerl.Run("runs/none")
-    with pytest.raises(FieldError, match=r"path = '5': give the folder of a run, as a string or a Path"):
-        pipelinerl.Run(5)  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match="has no attribute 'trains'"):
-        pipelinerl.trains  # noqa: B018
 
 
 def test_what_is_given_comes_before_what_the_recipe_has(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,27 +255,3 @@ def test_what_is_given_comes_before_what_the_recipe_has(workplace: Path, monkeyp
         monkeypatch.chdir("/")
         assert first.stop().wait() is first, "stopped before it has begun, which is no failure"
         assert list(first.metrics) == []
-
-
-def test_the_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:
-    for version in (10, 20):
-        state = tmp_path / "checkpoints" / f"step-{version}" / "resume" / "run.json"
-        state.parent.mkdir(parents=True)
-        state.write_text("{}")
-    (final := tmp_path / "checkpoint").mkdir()
-    (final / "config.json").touch()
-    (final / "pipelinerl.json").write_text('{"policy_version": 25}')
-    assert {one.path for one in (checkpoint_of(tmp_path), checkpoint_of(tmp_path, 25), checkpoint_of(final))} == {final}
-    assert checkpoint_of(tmp_path, 10).path.name == "step-10"
-    with pytest.raises(FieldError, match=r"version = 5: has no checkpoint \(checkpoint\.keep .*\); use one of 10, 20, 25"):
-        checkpoint_of(tmp_path, 5)
-
-
-def test_the_plot_shows_each_accuracy_at_its_version(tmp_path: Path) -> None:
-    rows = [{"step": 1, "reward_mean": 0.5, "heldout_version": 0, "heldout_accuracy": 0.25}, {"step": 2, "reward_mean": 0.75}]
-    (folder := tmp_path / "a").mkdir()
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    run = pipelinerl.Run(folder)
-    (axes,) = run.plot().axes
-    assert [line.get_xydata().tolist() for line in axes.lines] == [[[1, 0.5], [2, 0.75]], [[0, 0.25]]]
-    assert list(run.metrics["reward_mean"]) == [0.5, 0.75]

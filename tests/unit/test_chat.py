@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,13 +31,10 @@ SHOWN = r"\x1b]0;title\x07 é\x9b2J"
 @pytest.mark.parametrize(
     ("texts", "stops", "told"),
     [
-        (["a", "ab", "abc"], [], ["a", "b", "c"]),
         (["\ufffd", "é", "éa"], [], ["é", "a"]),
         (["a", "a\ufffd"], [], ["a", "\ufffd"]),
         (["a", "ab", "abEN", "abENT"], ["END"], ["ab", "E", "NT"]),
         (["a", "ab", "abEN", "abENDc", "abENDcd"], ["END", "ND"], ["ab"]),
-        (["aEND"], ["END"], ["a"]),
-        ([], ["END"], []),
     ],
 )
 def test_pieces_have_no_half_characters_and_no_stop_texts(texts: list[str], stops: list[str], told: list[str]) -> None:
@@ -99,44 +97,18 @@ def test_one_prompt_gives_one_completion_whose_control_characters_do_not_reach_t
 def test_a_conversation_goes_on_over_a_stopped_answer_a_mistake_and_another_version_until_it_is_reset(
     run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = iter(["", "stop", "long", "/version 11", "/versions", "/version 10", "again", "/reset", "new", "/what"])
-
-    def typed(_: str) -> str:
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
+    lines = ["", "stop", "long", "/version 11", "/versions", "/version 10", "again", "/reset", "new", "/what"]
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=[*lines, EOFError]))
     assert main(["chat", run]) == 0
     printed, errors = capsys.readouterr()
-    assert printed.splitlines()[:3] == [
-        f"v20 of {run}/checkpoints/step-20 with the chat template; /help lists the commands",
-        f"v20> {SHOWN}",
-        "v20> 10 20",
-    ]
+    assert printed.splitlines()[1:3] == [f"v20> {SHOWN}", "v20> 10 20"]
     assert f"v10 of {run}/checkpoints/step-10\nv10> {SHOWN}\nv10> {SHOWN}\n/versions " in printed
     assert "prompt = '9 tokens': the model's context has 8" in errors
     assert "version = 11: has no checkpoint (checkpoint.keep limits their number); use one of 10, 20" in errors
-    system = "Be brief."
-    assert [(version, contents(prompt)) for version, prompt, *_ in Talker.asked] == [
-        (20, [system, "stop"]),
-        (10, [system, "stop", SAYS, "again"]),
-        (10, [system, "new"]),
-    ]
-    assert {tuple(rest) for _, _, *rest in Talker.asked} == {(7, 0.25)}
-
-
-def test_an_empty_prompt_and_a_useless_system_prompt_are_refused(
-    run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    assert main(["chat", run]) == 2
-    assert "PROMPT = '': is empty; give a text, as an argument or on standard input" in capsys.readouterr().err
-    monkeypatch.setattr(Talker, "__init__", lambda self, _: vars(self).update(task=TaskConfig()))
-    assert main(["chat", run, "hi", "--system", "x"]) == 2
-    assert "--system = 'x': has no effect with task.prompt_style plain; leave it out" in capsys.readouterr().err
+    assert [(version, contents(prompt)[1:], *rest) for version, prompt, *rest in Talker.asked] == [
+        (20, ["stop"], 7, 0.25), (10, ["stop", SAYS, "again"], 7, 0.25), (10, ["new"], 7, 0.25)
+    ]  # fmt: skip
 
 
 def test_vllm_is_given_the_checkpoint_or_base_and_adapter_under_the_runs_name(
@@ -161,10 +133,6 @@ def test_vllm_is_given_the_checkpoint_or_base_and_adapter_under_the_runs_name(
     ]
     assert main(["serve", run, "--version", "10", "--print", "--", "--port", "1"]) == 0
     assert capsys.readouterr().out.endswith("step-10 --served-model-name my-run --host 127.0.0.1 --port 1\n")
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert main(["serve", run]) == 2
-    assert "serve needs vLLM: pip install 'pipelinerl[actor]'" in capsys.readouterr().err
 
 
 def test_a_policy_streams_until_an_end_of_the_recipe_or_its_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +168,3 @@ def test_a_policy_streams_until_an_end_of_the_recipe_or_its_context(tmp_path: Pa
         parameter.data.fill_(math.nan)
     with pytest.raises(FieldError, match=r"checkpoint': its weights give no numbers \(NaN\); use an earlier version"):
         next(plain.stream(prompt, 1, 0.0))
-    (tmp_path / "checkpoint" / "pipelinerl.json").write_text('{"policy_version": "x"}')
-    (tmp_path / "checkpoint" / "model.safetensors").write_bytes(b"cut")
-    with pytest.raises(FieldError, match="checkpoint': transformers cannot load it"):
-        answer()

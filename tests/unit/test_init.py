@@ -42,12 +42,10 @@ def test_every_shipped_recipe_is_listed_with_what_it_needs(pipelinerl: Command) 
         assert (row["device"], row["minutes"] is not None, row["memory_gib"] is not None) == (
             "cpu" if on_cpu else "gpu", on_cpu, on_cpu,
         )  # fmt: skip
-    assert rows["gsm"]["parameters"] == 7.7e9, "by its name"
-    states_gib = 7.7e9 * 18 / 2**30  # 16-bit and float32 weights, gradients, moments
+    states_gib = 7.7e9 * 18 / 2**30  # by its name; 16-bit and float32 weights, gradients, moments
     assert rows["gsm"]["trainer_gib"] == pytest.approx(states_gib, abs=0.1)
     shown = pipelinerl("recipes")[1]
     assert all(row["description"][:40] in shown for row in rows.values())
-    assert shown.index("\nsmollm2\n") < shown.index("\ngsm\n"), "those for CPUs come first"
 
 
 @pytest.mark.parametrize("template", OPTIONS)
@@ -93,8 +91,6 @@ def test_questions_of_a_file_become_a_task(pipelinerl: Command, workplace: Path)
     rows = [row.values for row in rows_of(task)]
     names = {"DATA": "1", "ANSWER": "x, y", "Question \U0001f600": "a"}
     assert (task.prompt_field, task.answer_field, rows[0], len(rows)) == ("ANSWER", "Question \U0001f600", names, 2)
-    (workplace / "inner.json").write_text(json.dumps([{"item": {"q": number, "a": [number]}} for number in range(2)]))
-    assert pipelinerl("init", "fourth", "--data", "inner.json", "--question", "item.q", "--answer", "item.a.0")[0] == 0
 
 
 def test_known_forms_of_data_sets_become_prompts_and_final_answers(pipelinerl: Command, workplace: Path) -> None:
@@ -119,17 +115,6 @@ def test_known_forms_of_data_sets_become_prompts_and_final_answers(pipelinerl: C
     assert "prompt_template" not in Path("bare/recipe.yaml").read_text(), "a column that is given is the whole prompt"
 
 
-def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command) -> None:
-    pipelinerl("init", "mine")
-    Path("mine/questions.csv").write_text(CSV)
-    code, _, errors = pipelinerl(
-        "validate", "mine/recipe.yaml", "--set", "task.prompt_field=Question", "--set", "task.answer_field=Answer",
-        "--set", "task.heldout_problems=1",
-    )  # fmt: skip
-    assert code == 2
-    assert "task.path = 'mine/questions.csv': line 2 has 'W', but the vocabulary of the small model 'arithmetic'" in errors
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -138,35 +123,16 @@ def test_a_small_model_refuses_questions_that_it_cannot_read(pipelinerl: Command
         ("new --data full/data.txt", "--data = 'full/data.txt': give a file of questions and answers: CSV"),
         ("a:b --data full/mine.csv", "a:b': Python cannot import a reward from a path with ':'; choose one without it"),
         ("new --data full/mine.csv --answer nr", "--answer = 'nr': is no column of the file; use Nr, Question or Answer"),
-        (
-            "new --data full/other.jsonl",
-            "--question is missing: no column is called question, prompt, problem, query, instruction, input or messages; give "
-            "a or b; the first line of a CSV file names the columns",
-        ),
-        (
-            "new --data full/one.jsonl --question a",
-            "no column is called answer, reference, solution, output, response, target or",
-        ),
+        ("new --data full/other.jsonl", "--question is missing: no column is called question, prompt, problem, query, "),
         ("new --data full/header.csv", "contains no problems; give another file (at least 2 problems are needed"),
-        (
-            "new --data full/same.csv",
-            "full/same.csv, which repeats line 3 ('a'), has 1 distinct problem; some must be left for training (at least 2",
-        ),
-        ("new --data full/bad.jsonl", "full/bad.jsonl, line 1: not JSON"),
+        ("new --data full/same.csv", "same.csv, which repeats line 3 ('a'), has 1 distinct problem; some must be left for"),
         ("new --data full/bool.jsonl", "line 1: field 'answer' is True; it must be a text or a number, such as 'true'"),
-        (
-            "new --data full/whole.json",
-            "whole.json: holds one object with data; give an array of objects, or one object on each line",
-        ),
-        (
-            "new --data full/utf16.csv",
-            "not UTF-8: 26 of 53 bytes are zero; save it as UTF-8, or convert it: iconv -f UTF-16LE -t",
-        ),
+        ("new --data full/whole.json", "whole.json: holds one object with data; give an array of objects, or one object on"),
+        ("new --data full/utf16.csv", "not UTF-8: 26 of 53 bytes are zero; save it as UTF-8, or convert it: iconv -f UTF-16LE"),
         ("new --data full/cr.csv", "save it with the line ends of Linux or Windows"),
         ("new --data full/mine.csv --question Answer", "--answer = 'Answer': is the column of the questions; name another one"),
         ("full/mine.csv/new", "DIR = 'full/mine.csv/new': cannot be written: Not a directory; name another folder"),
         ("new --question a", "--question = 'a': applies only to --data FILE; leave it out"),
-        ("new --from code --data full/mine.csv", "argument --data: not allowed with argument --from"),
     ],
 )
 def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplace: Path, arguments: str, said: str) -> None:
@@ -175,8 +141,6 @@ def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplac
         "mine.csv": CSV,
         "data.txt": CSV,
         "other.jsonl": '{"a": 1, "b": 2}\n' * 3,
-        "one.jsonl": '{"a": 1}\n',
-        "bad.jsonl": "x\ny\n",
         "header.csv": "question,answer\n",
         "same.csv": "question,answer\na,1\na,1\n",
         "bool.jsonl": '{"question": 1, "answer": true}\n' * 2,

@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl.bus.protocol import check_run_name
 from pipelinerl.errors import FieldError
-from pipelinerl.run_dir import RunDir, create_run_dir, new_place, trainer_starts
+from pipelinerl.run_dir import RunDir, create_run_dir, new_place
 from tests.unit.builders import checkpoint
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
@@ -41,7 +41,7 @@ def test_given_name_and_given_folder_which_may_be_there_and_empty(tmp_path: Path
     assert elsewhere == RunDir(tmp_path / "deep" / "here", "arithmetic-20260304-050607")
     run = create_run_dir("arithmetic", NOW, name="x", path=tmp_path / "y")
     assert run == RunDir(tmp_path / "y", "x")
-    assert run.identity.is_file()
+    assert json.loads(run.identity.read_text()).items() >= {"run": "x", "recipe": "arithmetic"}.items()
     assert elsewhere.open_to_others() is None
     run.path.chmod(0o750)
     assert "/y': other users can open it and read prompts, completions and logs; chmod 700" in str(run.open_to_others())
@@ -49,24 +49,14 @@ def test_given_name_and_given_folder_which_may_be_there_and_empty(tmp_path: Path
     assert "/y': belongs to another user" in str(run.open_to_others())
 
 
-def test_a_new_folder_says_which_run_it_is_of() -> None:
-    written = json.loads(create_run_dir("arithmetic", NOW, name="mine").identity.read_text())
-    assert (written["run"], written["recipe"]) == ("mine", "arithmetic")
-    started = datetime.fromisoformat(written["started"])
-    assert started.tzinfo is not None
-    assert started.replace(tzinfo=None) == NOW
-
-
 @pytest.mark.parametrize(
     ("made", "given", "said"),
     [
         (["here/recipe.yaml"], {"path": "here"}, r"--run-dir = 'here': holds another run; resume it \(pipelinerl"),
         (["runs/mine/recipe.yaml"], {"name": "mine"}, r"--name = 'runs/mine': holds another run"),
-        (["here/b", "here/a"], {"path": "here"}, r"holds other files \(a, b\) and no run; give a new or empty"),
         ([f"here/{name}" for name in "dbca"], {"path": "here"}, r"files \(a, b, c, \.\.\.\)"),
         (["file"], {"path": "file"}, "is a file"),
         (["file"], {"path": "file/below"}, "cannot be made: Not a directory"),
-        ([], {"name": "../escape"}, r"--name = '\.\./escape'"),
         ([], {"name": "bad name/x", "path": "new"}, "--name = 'bad name/x': use 1-40"),
     ],
 )  # fmt: skip
@@ -83,8 +73,7 @@ def test_a_disk_without_room_is_refused_before_a_folder_is_made(monkeypatch: pyt
     run = create_run_dir("arithmetic", NOW, name="mine")
     (checkpoint(run.path, 3) / "weights").write_bytes(bytes(5000))
     assert (run.checkpoint_bytes(), run.next_checkpoint_bytes(keep=1), run.next_checkpoint_bytes(keep=0)) == (5002, 5002, 0)
-    unsaved = RunDir(Path("runs/unsaved"), "unsaved")
-    assert [each.next_checkpoint_bytes(keep=1, first_bytes=9) for each in (run, unsaved)] == [5002, 9]
+    assert RunDir(Path("runs/unsaved"), "unsaved").next_checkpoint_bytes(keep=1, first_bytes=9) == 9
     (partial := run.checkpoints / ".step-4.partial-7").mkdir()
     assert run.next_checkpoint_bytes(keep=1) == 0, "its room is taken from what is free"
     partial.rmdir()
@@ -106,16 +95,9 @@ def test_what_never_came_to_training_does_not_block_its_name_unless_it_goes_on()
         refused("--name = 'runs/mine': another command is using it", name="mine")
     assert (failed.path / ".running").stat().st_mode & 0o777 == 0o600
     again = create_run_dir("arithmetic", NOW, name="mine")
-    assert (again.log("verifier").exists(), (again.path / "models").exists(), (elsewhere / "kept").exists()) == (
-        *(False, False), True,
-    )  # fmt: skip
+    there = again.log("verifier"), again.path / "models", elsewhere / "kept"
+    assert [one.exists() for one in there] == [False, False, True]
     (again.path / "lineage.json").touch()
     refused("holds other files", name="mine")
     (elsewhere / "kept").rename(elsewhere / "run.json")
     refused("holds other files", path=elsewhere)
-
-
-def test_a_damaged_lineage_tells_no_starts(tmp_path: Path) -> None:
-    for damaged in ('{"starts": 5}', '{"starts": ["a"]}', '{"starts": [null]}', "{", "[]"):
-        (tmp_path / "lineage.json").write_text(damaged)
-        assert trainer_starts(tmp_path) == []

@@ -25,25 +25,15 @@ from prometheus_client import CollectorRegistry, Counter
 from pydantic import Field
 
 from pipelinerl.errors import FieldError, NotPermitted, ServiceError, UserError
-from pipelinerl.local.processes import http_status
 from pipelinerl.run_dir import write_json
 from pipelinerl.service import http, logs
 from pipelinerl.service.grpc import serve_grpc
 from pipelinerl.service.http import health_app, serve_http
-from pipelinerl.service.lifecycle import GpuTurn, Readiness, exit_code, stop_event, watch_loop
-from pipelinerl.service.logs import AGGREGATED, ContextFormatter, LogContext, RepetitionFilter, take_over
-from pipelinerl.service.settings import (
-    ServiceAddress,
-    ServiceSettings,
-    TrainerSettings,
-    host_port,
-    read_address,
-    read_settings,
-    split_host_port,
-)
+from pipelinerl.service.lifecycle import Readiness, exit_code, stop_event, watch_loop
+from pipelinerl.service.logs import AGGREGATED, ContextFormatter, LogContext, RepetitionFilter
+from pipelinerl.service.settings import ServiceAddress, ServiceSettings, host_port, read_address, read_settings, split_host_port
 from pipelinerl.v1 import verifier_pb2, verifier_pb2_grpc
 from tests.support.exposition import get
-from tests.unit.builders import make_recipe
 
 HOST = "127.0.0.1"
 
@@ -57,19 +47,10 @@ def record(message: str = "swapped", **extra: Any) -> logging.LogRecord:
 def test_json_line_says_who_and_what_and_a_traceback_is_one_line() -> None:
     context = LogContext("arithmetic", "actor", "actor-0")
     formatter = ContextFormatter(context, "json")
-    line = json.loads(formatter.format(record(stall_s=0.25, ess=float("nan"), path=Path("a"), run="another")))
+    line = json.loads(formatter.format(record(ess=float("nan"), path=Path("a"), run="another")))
     assert line.pop("time").endswith("+00:00")
-    assert line == {
-        "level": "info",
-        "logger": "actor.swap",
-        "message": "swapped",
-        "run": "arithmetic",
-        "service": "actor",
-        "instance": "actor-0",
-        "stall_s": 0.25,
-        "ess": "nan",
-        "path": "a",
-    }
+    who = {"run": "arithmetic", "service": "actor", "instance": "actor-0"}
+    assert line == {"level": "info", "logger": "actor.swap", "message": "swapped", **who, "ess": "nan", "path": "a"}
     context.policy_version = 0
     assert json.loads(formatter.format(record()))["policy_version"] == 0
     try:
@@ -77,29 +58,11 @@ def test_json_line_says_who_and_what_and_a_traceback_is_one_line() -> None:
     except ValueError:
         failed = record()
         failed.exc_info = sys.exc_info()
-    text = ContextFormatter(LogContext("a", "actor", "actor-0"), "json").format(failed)
+    text = formatter.format(failed)
     assert "\n" not in text
     assert "ValueError: first\nsecond" in json.loads(text)["exception"]
-
-
-def test_a_library_with_handlers_of_its_own_writes_through_ours() -> None:
-    names = ("chatty", "chatty.part", "chattyother")
-    for name in names:
-        logger = logging.getLogger(name)
-        logger.addHandler(logging.NullHandler())
-        logger.propagate = False
-        logger.setLevel(logging.ERROR)
-    take_over("chatty")
-    found = {name: (len(logger.handlers), logger.propagate) for name in names if (logger := logging.getLogger(name))}
-    assert found == {"chatty": (0, True), "chatty.part": (0, True), "chattyother": (1, False)}
-    assert logging.getLogger("chatty").level == logging.ERROR
-
-
-def test_text_line() -> None:
-    line = ContextFormatter(LogContext("arithmetic", "actor", "actor-0", 8), "text").format(record(stall_s=0.25))
-    assert line.endswith(" INFO arithmetic actor/actor-0 v8 actor.swap: swapped stall_s=0.25")
-    line = ContextFormatter(LogContext("arithmetic", "actor", "actor-0"), "text").format(record("a\tb\x1b[2J\x9b1m"))
-    assert line.endswith(r": a	b\x1b[2J\x9b1m")
+    text = ContextFormatter(context, "text").format(record("a\tb\x1b[2J\x9b1m", stall_s=0.25))
+    assert text.endswith(" INFO arithmetic actor/actor-0 v0 actor.swap: a\tb\\x1b[2J\\x9b1m stall_s=0.25")
 
 
 # --- HTTP
@@ -117,12 +80,10 @@ async def test_health_readiness_and_metrics() -> None:
         assert await fetch(port, "/readyz") == (503, "loading the model\n")
         readiness.reason = ""
         assert await fetch(port, "/readyz") == (200, "ready\n")
-        workers, template = readiness.part("no worker"), readiness.part("no template")
+        workers, _ = readiness.part("no worker"), readiness.part("no template")
         assert await fetch(port, "/readyz") == (503, "no worker; no template\n")
         workers.reason = ""
         assert await fetch(port, "/readyz") == (503, "no template\n"), "which the workers do not hide"
-        template.reason, readiness.reason = "", "draining"
-        assert await fetch(port, "/readyz") == (503, "draining\n")
         status, text = await fetch(port, "/metrics")
         assert status == 200
         assert "pipelinerl_test_steps_total 3.0" in text
@@ -239,24 +200,8 @@ async def test_health_says_serving_until_the_end_and_reflection_lists_the_servic
 
 
 def test_an_address_as_text_and_back() -> None:
-    for host, port, text in (
-        ("10.0.0.7", 80, "10.0.0.7:80"),
-        ("trainer-0.trainer", 1, "trainer-0.trainer:1"),
-        ("fd00::7", 8, "[fd00::7]:8"),
-    ):
-        assert host_port(host, port) == text
-        assert split_host_port(text) == (host, port)
-    for text in ("", "host", "host:", "[fd00::7]"):
-        with pytest.raises(ValueError, match="invalid literal"):
-            split_host_port(text)
-
-
-async def test_a_server_with_an_ipv6_address_is_reached_under_its_text() -> None:
-    try:
-        async with serve_http(FastAPI(), "::1", 0) as port:
-            assert await asyncio.to_thread(http_status, host_port("::1", port), "/", 5.0) == 404
-    except ServiceError as error:
-        pytest.skip(f"no IPv6 here: {error}")
+    for host, port, text in (("trainer-0.trainer", 1, "trainer-0.trainer:1"), ("fd00::7", 8, "[fd00::7]:8")):
+        assert (host_port(host, port), split_host_port(text)) == (text, (host, port))
 
 
 def test_an_address_file_is_written_whole_and_read_back_or_named(tmp_path: Path) -> None:
@@ -266,7 +211,7 @@ def test_an_address_file_is_written_whole_and_read_back_or_named(tmp_path: Path)
     write_json(path, address.model_dump())
     assert read_address(path) == address
     assert list(tmp_path.iterdir()) == [path]
-    for text in ("", "[]", '{"grpc": "a", "http": "b"}', '{"grpc": "", "http": "", "pid": "x"}'):
+    for text in ("", '{"grpc": "a", "http": "b"}'):
         path.write_text(text)
         with pytest.raises(ServiceError, match=r"verifier\.json"):
             read_address(path)
@@ -295,9 +240,6 @@ def test_settings_come_from_the_environment_and_every_wrong_variable_is_named(en
     environment.setenv("PIPELINERL_RECIPE", "recipe.yaml")
     settings = read_settings(SmallSettings)
     assert (settings.run, settings.workers, settings.recipe) == ("arithmetic", 2, Path("recipe.yaml"))
-    environment.setenv("PIPELINERL_TRANSFER_HOST", "")
-    with pytest.raises(UserError, match="PIPELINERL_TRANSFER_HOST = ''"):
-        read_settings(TrainerSettings)
 
 
 # --- lifecycle
@@ -319,9 +261,8 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptur
     assert "user 'actor' may not publish to demo.sequences" in capsys.readouterr().err
     assert not caplog.records
     assert raising(ServiceError("port 1 in use")) == 1
-    assert raising(RuntimeError("defect")) == 1
     assert raising(ExceptionGroup("tasks", [FieldError("a.b", 1, "use 2"), RuntimeError("defect")])) == 1
-    assert [bool(entry.exc_info) for entry in caplog.records] == [False, True, True]
+    assert [bool(entry.exc_info) for entry in caplog.records] == [False, True]
 
 
 async def test_second_signal_cancels() -> None:
@@ -365,7 +306,6 @@ def service(body: str, stop_within_s: float = 60.0, **environment: str) -> subpr
     ("body", "code", "said"),
     [
         ("await stop.wait()", 0, "stopping on SIGTERM"),
-        ("await stop.wait(); raise KeyError('defect')", 1, "Traceback"),
         ("await stop.wait(); time.sleep(60)", 1, "still running 0.3 s after the signal"),
     ],
 )
@@ -374,8 +314,7 @@ def test_service_process_ends_with_its_code(body: str, code: int, said: str) -> 
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
-    assert (process.returncode, said in errors) == (code, True), errors
-    assert ("Traceback" in errors) == (said == "Traceback")
+    assert (process.returncode, said in errors, "Traceback" in errors) == (code, True, False), errors
 
 
 def test_service_without_settings_is_the_users_mistake() -> None:
@@ -400,10 +339,3 @@ def test_lines_that_others_can_cause_are_told_once_a_minute_with_their_number(mo
     now += logs.AGGREGATE_S
     assert passes(last := line("a", bad, "actor-0", "100% wrong", **AGGREGATED))
     assert last.getMessage() == "answer of actor-0 is set aside: 100% wrong (4 lines of this kind were left out before)"
-
-
-def test_a_gpu_is_shared_in_turns_in_a_local_run_alone(tmp_path: Path) -> None:
-    colocated = make_recipe(mode="conventional", actor={"colocate": True})
-    given = {"run": "r", "recipe": tmp_path, "instance": "trainer", "run_dir": tmp_path}
-    with pytest.raises(FieldError, match=r"actor.colocate = True: works only in a local run \(pipelinerl run\)"):
-        GpuTurn.of(colocated, TrainerSettings(**given))

@@ -47,13 +47,13 @@ def test_settings_of_each_service(launches: ServiceLaunches, tmp_path: Path, mon
     assert trainer.items() >= (policy | {"instance": "trainer", "expected_actors": 0, "http_port": 0}).items()
     assert (trainer["run_dir"], trainer["recipe"]) == (tmp_path.resolve(), tmp_path.resolve() / "recipe.yaml")
     secrets = tmp_path.resolve() / "secrets"
-    assert (trainer["tls_dir"], trainer["nats_credentials"]) == (secrets / "tls", secrets / "nats-trainer")
-    assert trainer["page_key"] == secrets / "page-key"
+    tls = {"tls_dir": secrets / "tls", "nats_tls_dir": secrets / "tls"}
+    known = {**tls, "nats_credentials": secrets / "nats-trainer", "page_key": secrets / "page-key"}
+    assert trainer.items() >= known.items()
     actor = settings_of(launches.actor(2), ActorSettings, monkeypatch)
-    assert actor.items() >= (policy | {"instance": "actor-2", "verifier": VERIFIER}).items()
-    assert (actor["tls_dir"], actor["nats_credentials"]) == (secrets / "tls", secrets / "nats-actor")
-    assert actor["nats_tls_dir"] == trainer["nats_tls_dir"] == secrets / "tls"
-    assert actor["address_file"] == tmp_path.resolve() / "addresses" / "actor-2.json"
+    known = {**tls, "nats_credentials": secrets / "nats-actor", "instance": "actor-2", "verifier": VERIFIER}
+    assert actor.items() >= (policy | known | {"address_file": tmp_path.resolve() / "addresses" / "actor-2.json"}).items()
+    assert launches.actor(0).environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     again = ServiceAddress(grpc="127.0.0.1:5000", http="127.0.0.1:5001", pid=1)
     verifier = settings_of(launches.verifier(again), VerifierSettings, monkeypatch)
     assert (verifier["tls_dir"], verifier["private_dir"]) == (secrets / "tls", tmp_path.resolve())
@@ -63,13 +63,6 @@ def test_settings_of_each_service(launches: ServiceLaunches, tmp_path: Path, mon
     assert verifier["reward_modules"] is None
     (tmp_path / "modules").mkdir()
     assert settings_of(launches.verifier(), VerifierSettings, monkeypatch)["reward_modules"] == tmp_path.resolve() / "modules"
-
-
-def test_threads_reach_the_processes(launches: ServiceLaunches) -> None:
-    threads = [launch.environment["OMP_NUM_THREADS"] for launch in (launches.trainer(1), launches.actor(0))]
-    assert threads == ["4", "2"]
-    assert launches.actor(0).environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert launches.verifier().environment["OMP_NUM_THREADS"] == "1"
 
 
 def test_the_trainers_page_keeps_its_port_over_restarts(launches: ServiceLaunches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +86,6 @@ def test_the_trainers_page_keeps_its_port_over_restarts(launches: ServiceLaunche
     ("exit_code", "served", "delays_s"),
     [
         (1, True, [1.0, 2.0, 4.0, None, None]),
-        (0, True, [1.0, 2.0, 4.0, None, None]),
         (-9, False, [1.0, None, None]),  # it has never come up
         (2, True, [None]),  # a user's mistake
     ],
@@ -109,22 +101,18 @@ def test_deaths_are_counted_in_a_row_until_the_run_gets_further_or_the_process_l
     def after(reached: int, lived_s: float = 1.0) -> float | None:
         return row.next_delay_s(lived_s, exit_code=1, served=True, reached=reached)
 
-    assert [after(0), after(0)] == [1.0, 2.0]
-    assert [after(5), after(5), after(5)] == [1.0, 2.0, None], "5 again is no progress"
+    assert [after(0), after(5), after(5), after(5)] == [1.0, 1.0, 2.0, None], "5 again is no progress"
     assert after(4) is None, "less is none either"
     assert after(4, lived_s=600.0) == 1.0
-    assert replace(row).in_a_row == 0, "each service counts its own"
 
 
 @pytest.mark.parametrize(
     ("kind", "left_s", "within_s", "expected_s"),
     [
         ("trainer", 12.0, 12.0, 7.0),
-        ("trainer", 3.0, 3.0, 1.75),
         ("actor", 5.0, 12.0, 2.5),
         ("actor", 11.0, 12.0, 8.5),  # the trainer was quick
         ("verifier", 2.5, 12.0, 1.5),
-        ("nats", 1.0, 12.0, 1.0),
         ("nats", -88.0, 12.0, 0.2),
     ],
 )
@@ -139,7 +127,6 @@ def test_the_time_to_stop_is_shared(kind: str, left_s: float, within_s: float, e
         (0o755, {}, True),
         (0o770, {}, False),  # others could put programs there
         (0o700, {"PIPELINERL_CACHE": "/proc/none"}, False),  # nothing can be made there
-        (0o700, {"GLOO_SOCKET_IFNAME": "eth7"}, True),
     ],
 )
 def test_compiled_code_is_kept_where_only_we_write(mode: int, environment: dict[str, str], kept: bool, tmp_path: Path) -> None:
@@ -160,29 +147,17 @@ def test_a_run_may_open_as_many_files_as_the_system_lets_it() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
 
 
-def test_a_user_without_a_home_has_temporary_files_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr("os.getuid", lambda: 12345)  # nobody's
-    assert private_files({}, tmp_path)["TMPDIR"] == str(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("cores", "actors", "given", "plan"),
     [
         (1, 1, {}, ThreadPlan(trainer=1, engine=1)),
-        (2, 2, {}, ThreadPlan(trainer=1, engine=1)),
         (4, 1, {}, ThreadPlan(trainer=2, engine=2)),
         (8, 2, {}, ThreadPlan(trainer=4, engine=2)),
-        (9, 3, {}, ThreadPlan(trainer=4, engine=1)),
         (16, 0, {}, ThreadPlan(trainer=8, engine=8)),
         (8, 1, {"trainer_threads": 6}, ThreadPlan(trainer=6, engine=2)),
         (8, 2, {"engine_threads": 3}, ThreadPlan(trainer=2, engine=3)),
-        (2, 1, {"trainer_threads": 4, "engine_threads": 4}, ThreadPlan(trainer=4, engine=4)),
-        (8, 1, {"take_turns": True}, ThreadPlan(trainer=8, engine=7)),
         (8, 2, {"take_turns": True}, ThreadPlan(trainer=8, engine=3)),
         (2, 3, {"take_turns": True}, ThreadPlan(trainer=2, engine=1)),
-        (8, 2, {"take_turns": True, "trainer_threads": 6, "engine_threads": 1}, ThreadPlan(trainer=6, engine=1)),
     ],
 )
 def test_trainer_and_engine_share_cores_or_take_turns(cores: int, actors: int, given: dict[str, Any], plan: ThreadPlan) -> None:
@@ -192,30 +167,21 @@ def test_trainer_and_engine_share_cores_or_take_turns(cores: int, actors: int, g
 @pytest.mark.parametrize(
     ("cpu_max", "processes", "given", "cores", "threads"),
     [
-        ("max 100000\n", 1, {}, 16, None),
-        ("1600000 100000", 1, {}, 16, None),
-        ("150000 100000\n", 1, {}, 2, "2"),  # rounded up
-        ("5000 100000\n", 1, {}, 1, "1"),
-        ("100000", 1, {}, 1, "1"),
-        ("400000 100000", 1, {}, 4, "4"),
-        ("400000 100000", 3, {}, 4, "1"),
-        ("400000 100000", 8, {}, 4, "1"),
-        ("400000 100000", 1, {"OMP_NUM_THREADS": "9"}, 4, "9"),
+        ("max 100000\n", 1, "", 16, ""),
+        ("150000 100000\n", 1, "", 2, "2"),  # rounded up
+        ("5000 100000\n", 1, "", 1, "1"),
+        ("400000", 1, "", 4, "4"),
+        ("400000 100000", 3, "", 4, "1"),
+        ("400000 100000", 1, "9", 4, "9"),
     ],
 )
 def test_a_container_keeps_to_its_cgroups_quota(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    cpu_max: str,
-    processes: int,
-    given: dict[str, str],
-    cores: int,
-    threads: str | None,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu_max: str, processes: int, given: str, cores: int, threads: str
 ) -> None:
     """On a machine of 16 cores."""
     (tmp_path / "cpu.max").write_text(cpu_max)
     monkeypatch.setattr("pipelinerl.local.services._CGROUP_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
-    environment = dict(given)
+    environment = {"OMP_NUM_THREADS": given} if given else {}
     keep_to_quota(environment, processes)
-    assert (available_cores(), environment.get("OMP_NUM_THREADS")) == (cores, threads)
+    assert (available_cores(), environment.get("OMP_NUM_THREADS", "")) == (cores, threads)
