@@ -108,11 +108,5 @@ def test_hostile_answers_cost_little_and_earn_nothing() -> None:
             item = RewardInput("", answer, answer, {"answer": "x^2 + 1"})
             assert not any(score(item).value for score in scorers), hostile[:60]
             assert time.process_time() - started_s < 20, hostile[:60]
-
-
-def test_a_comparison_that_takes_too_long_is_interrupted() -> None:
-    answer = "+".join(["5000!/7"] * 240)
-    quick = math_scorer(0.04)
-    started_s = time.process_time()
-    assert quick(RewardInput("", answer, answer, {"answer": "x^2 + 5000!"})).reason == "the answer is too large to compare"
-    assert time.process_time() - started_s < 20
+    item = RewardInput("", answer := "+".join(["5000!/7"] * 240), answer, {"answer": "x^2 + 5000!"})
+    assert math_scorer(0.04)(item).reason == "the answer is too large to compare"

@@ -1,7 +1,6 @@
 """Chat templates of many kinds, a recipe's own template and variables, texts that spell control tokens, and previews."""
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -11,13 +10,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipelinerl.cli import main
 from pipelinerl.errors import FieldError
+from pipelinerl.messages.sequences import SamplingParams
 from pipelinerl.prompts import answer_end, use_chat_template
 from pipelinerl.recipe.fields import ModelConfig, Recipe, TaskConfig, TaskShare
 from pipelinerl.recipe.loading import RecipeError, recipe_from_data, recipe_yaml
 from pipelinerl.recipe.preflight import check_environment
 from pipelinerl.tasks.source import Problem
-from services.actor.episodes.endpoint import context_of
-from services.actor.episodes.formats import TemplateFormat, Unrenderable, chat_format
+from services.actor.episodes.formats import TemplateFormat, chat_format
 from services.actor.preview import preview
 from services.trainer.data.feeder import encode
 from services.trainer.loading import load_tokenizer
@@ -155,15 +154,12 @@ def test_a_turn_that_the_next_roles_token_ends() -> None:
 
 
 def test_the_engine_stops_at_each_end_token_of_the_model_beside_the_templates() -> None:
-    """A list of end tokens in generation_config.json is vLLM's to heed: it adds them to what it is asked for."""
-    from pipelinerl.messages.sequences import SamplingParams
+    """vLLM adds the end tokens of generation_config.json to what it is asked for."""
     from services.actor.vllm_engine import vllm_sampling
 
-    tokenizer = tokenizer_with(CHATML, eos="<|endoftext|>", known=("<|im_start|>", "<|im_end|>"))
-    end = answer_end(tokenizer)
-    asked = vllm_sampling(SamplingParams(max_tokens=8, stop_token_ids=(end,)), None)
+    asked = vllm_sampling(SamplingParams(max_tokens=8, stop_token_ids=(3,)), None)
     asked.update_from_generation_config({"eos_token_id": [7, 9]}, 7)
-    assert asked.all_stop_token_ids == {7, 9, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert asked.all_stop_token_ids == {3, 7, 9}
 
 
 def test_an_engines_tokenizer_writes_the_recipes_template_too() -> None:
@@ -286,12 +282,6 @@ def test_a_token_that_the_model_lacks_is_named_before_a_run(tmp_path: Path, monk
     assert f"(id {begins}), but vocab_size is {begins:,}; use the model's own tokenizer" in str(FieldError(*found[0]))
 
 
-def test_tools_with_a_template_that_refuses_everything_are_refused_in_words() -> None:
-    tokenizer = tokenizer_with("{% for d in documents %}{{ d }}{% endfor %}{{ messages[0].content }}")
-    with pytest.raises(Unrenderable, match="does not take these messages: 'NoneType' object is not iterable"):
-        chat_format(tokenizer, ModelConfig(name="mine")).render(HI, [])
-
-
 @pytest.mark.parametrize(
     ("template", "said"),
     [
@@ -313,15 +303,6 @@ def test_a_run_does_not_start_with_such_a_template(tmp_path: Path, monkeypatch: 
     recipe = recipe_with(tmp_path, CHATML, monkeypatch, model={"chat_template": "there.jinja"})
     with pytest.raises(RecipeError, match=r"model\.chat_template = 'there\.jinja': there is no such file in "):
         check_environment(recipe)
-
-
-def test_tools_and_a_long_prompt_are_shown_as_the_policy_sees_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template without system message gets the tools with the question. A long prompt is shown without its middle."""
-    recipe = recipe_with(tmp_path, NO_SYSTEM, monkeypatch, task=TOOLS)
-    ((_, shown),) = preview(recipe, "model", {"": Problem("What is 6*7?" + " " * 1000 + "Say it.")})["rows"]
-    assert "⟨<|im_start|>⟩user\n    | You can call these functions" in shown
-    assert re.search(r"\n    \| \[\.\.\. [\d,]+ tokens are not shown \.\.\.\]\n", shown)
-    assert shown.endswith("Say it.⟨<|im_end|>⟩\n    | ⟨<|im_start|>⟩assistant\n    | ")
 
 
 @pytest.mark.parametrize(
@@ -346,14 +327,3 @@ def test_the_trainer_loads_the_tokenizer_with_the_recipes_template(tmp_path: Pat
     variables = {"chat_template": THINKS, "chat_template_kwargs": {"enable_thinking": False}}
     loaded = load_tokenizer("model", recipe_with(tmp_path, CHATML, monkeypatch, model=variables))
     assert prompt_of(loaded) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-
-
-def test_a_service_without_the_templates_file_says_so() -> None:
-    with pytest.raises(FieldError, match=r"model\.chat_template = '/there\.jinja': there is no such file; .* --set-file"):
-        use_chat_template(tokenizer_with(CHATML), ModelConfig(name="m", chat_template="/there.jinja"))
-
-
-def test_an_episode_with_a_template_that_refuses_system_messages_says_so_to_its_agent() -> None:
-    chat = TemplateFormat(tokenizer_with(NO_SYSTEM))
-    with pytest.raises(Unrenderable, match="System role not supported"):
-        context_of(chat, [], [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], [])

@@ -75,7 +75,6 @@ def test_scientific_notation_is_a_number_and_text_stays_text() -> None:
     [
         ("a: 1\nb: 2\na: 3\n", 3, "key 'a' occurs twice (first on line 1)"),
         ("s:\n  x: 1\n  x: 1\n", 3, "key 'x' occurs twice (first on line 2)"),
-        ("a: {b: 1\n", 2, "expected ',' or '}'"),
         ("a: 1\n\tb: 2\n", 2, "cannot start any token"),
         ("a: !!python/object:os.system 1\n", 1, "could not determine a constructor"),
         ("a: \x00\n", 0, "contains a character that YAML does not allow"),
@@ -101,12 +100,11 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
 def test_names_are_looked_up_in_order_and_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("recipes").mkdir()
-    for name in ("arithmetic", "another"):
-        Path("recipes", f"{name}.yaml").write_text("")
+    Path("recipes/arithmetic.yaml").touch()
     assert find_recipe("arithmetic") == Path("recipes/arithmetic.yaml")
     assert find_recipe("gsm") == RECIPES / "gsm.yaml"
     assert find_recipe(RECIPES / "arithmetic.yaml") == RECIPES / "arithmetic.yaml"
-    with pytest.raises(FieldError, match=r"recipe = 'oooo.*: no such file; give a path or one of: another, arithmetic"):
+    with pytest.raises(FieldError, match=r"recipe = 'oooo.*: no such file; give a path or one of: arithmetic"):
         find_recipe("o" * 256)
 
 
@@ -120,17 +118,6 @@ def test_shipped_recipes_survive_the_way_to_yaml_and_back(name: str, tmp_path: P
     assert load_recipe(resolved) == recipe
 
 
-def test_the_resolved_recipe_writes_out_every_field() -> None:
-    written = yaml.safe_load(recipe_yaml(recipe_from_data(minimal(), "x")))
-    for path in dotted_paths(Recipe):
-        if path.startswith(("trainer.lora.", "reward.judge.")):
-            continue  # null here: no adapters, no judge
-        value: Any = written
-        for name in path.split("."):
-            assert name in value, path
-            value = value[name]
-
-
 # Overrides
 
 
@@ -140,22 +127,15 @@ def test_the_resolved_recipe_writes_out_every_field() -> None:
         ("trainer.steps=5", ("trainer", "steps"), 5),
         ("trainer.learning_rate=1e-4", ("trainer", "learning_rate"), 1e-4),
         ("algorithm.max_lag=null", ("algorithm", "max_lag"), None),
-        ("task.name=chain_sum", ("task", "name"), "chain_sum"),
-        ("reward.binary=false", ("reward", "binary"), False),
         ("task.config={min_terms: 2}", ("task", "config"), {"min_terms": 2}),
-        ("reward.answer_pattern='a=(b)'", ("reward", "answer_pattern"), "a=(b)"),
         ("reward.answer_pattern='#(a)' # of GSM8K", ("reward", "answer_pattern"), "#(a)"),
-        (r"reward.answer_pattern=#(\d+)$", ("reward", "answer_pattern"), r"#(\d+)$"),
         (r"reward.answer_pattern=a #(\d+)$", ("reward", "answer_pattern"), r"a #(\d+)$"),
         (r"reward.answer_pattern=[(\d+)", ("reward", "answer_pattern"), r"[(\d+)"),
         ("reward.answer_pattern=", ("reward", "answer_pattern"), ""),
-        ("sampling.stop=#", ("sampling", "stop"), ["#"]),
         ("sampling.stop=a #b", ("sampling", "stop"), ["a #b"]),
         ("sampling.stop='#'", ("sampling", "stop"), ["#"]),
-        ("sampling.stop=END", ("sampling", "stop"), ["END"]),
         ("sampling.stop=['a #b', c] # two", ("sampling", "stop"), ["a #b", "c"]),
         ("sampling.stop=", ("sampling", "stop"), []),
-        ("trainer.lora.target_modules=#", ("trainer", "lora", "target_modules"), ["#"]),
         ("trainer.lora.target_modules=all-linear", ("trainer", "lora", "target_modules"), "all-linear"),
         ("algorithm.max_lag=", ("algorithm", "max_lag"), None),
     ],
@@ -183,11 +163,8 @@ def test_later_overrides_win_and_reach_into_null_sections_and_free_form_mappings
     [
         ("trainer.stepz=1", "no such field; did you mean trainer.steps?"),
         ("learning_rate=1", "no such field; did you mean trainer.learning_rate?"),
-        ("trainr.steps=1", "did you mean trainer.steps?"),
         ("trainer.lr=1", "no such field; did you mean trainer.learning_rate or trainer.lora?"),
         ("seed.high=1", "no such field; seed is a single value"),
-        ("zzz=1", "allowed here: name, description, mode"),
-        ("trainer.qqqqqq=1", "allowed here: steps, batch_size"),
     ],
 )
 def test_unknown_override_paths_get_near_matches(override: str, said: str) -> None:
@@ -206,30 +183,23 @@ def test_unknown_override_paths_get_near_matches(override: str, said: str) -> No
         ("trainer.steps", 0, "use an integer, at least 1 and at most 10000000"),
         ("trainer.steps", 1.5, "use an integer"),
         ("trainer.steps", True, "use an integer"),
-        ("trainer.steps", "5", "use an integer"),
         ("trainer.learning_rate", "fast", "use a number, above 0 and at most 1"),
-        ("trainer.learning_rate", True, "use a number"),
         ("trainer.gradient_checkpointing", "maybe", "use true or false"),
         ("trainer.beta1", 1.0, "below 1"),
         ("trainer.lerning_rate", 1, "no such field; did you mean trainer.learning_rate, trainer.value_learning_rate or"),
-        ("model.dtype", "fp8", "use one of float32, bfloat16"),
         ("model.dtype", "float16", "too small a range: gradients underflow to zero, weights overflow; use bfloat16 or float32"),
         ("weights.wire_dtype", "float16", "too small a range: gradients underflow to zero, weights overflow; use bfloat16 or"),
         ("algorithm.max_lag", -1, "use an integer or null, at least 0"),
-        ("algorithm.max_lag", False, "use an integer or null"),
         ("algorithm.clip_low", 1.5, "at most 1"),
         ("task.config", [1], "use a mapping"),
-        ("task.name", 5, "use text"),
         ("weights.deadline_s", float("inf"), "use a number, above 0"),
         ("evaluation.temperature", float("nan"), "use a number, at least 0 and at most 2"),
         ("reward.answer_pattern", "(", "not a regular expression"),
         ("reward.answer_pattern", r"\d+", "must have a group (...) around the answer"),
-        ("reward.format_pattern", "[", "not a regular expression"),
         ("reward.scorer", "maths", "did you mean math? use one of task, exact, regex"),
         ("reward.scorer", "my_pkg.rewards", "pkg.module:function"),
         ("reward.correct", 0, "use a number, above 0"),
         ("sampling.stop", ["\n", ""], "an empty text would end every completion"),
-        ("sampling.top_p", 0.9, "no such field; did you mean sampling.stop?"),
         ("actor.engine", 3, "use a section with kv_cache_gib"),
         ("trackers", "wandb", "use a list of tensorboard, mlflow, wandb"),
         ("trackers", ["mlflow", "mlflow"], "name each tracker once"),
@@ -240,12 +210,6 @@ def test_a_wrong_field_is_named_with_its_value_and_what_is_allowed(field: str, v
     assert named == field
     assert text.startswith(f"{field} = {value!r}: ")
     assert said in text
-
-
-def test_a_missing_field_says_what_to_give() -> None:
-    with pytest.raises(RecipeError) as info:
-        recipe_from_data({"name": "x", "task": {}}, "x")
-    assert "x: 1 problem\n  - model is missing: give a section with source, name" in str(info.value)
 
 
 GAMES = "evaluation.sets=[{name: games, task: {source: environment, name: 'a:B'}"
@@ -268,7 +232,6 @@ MISSPELT = JUDGE.replace("{comp", "{question} {{answer}} {comp")
         ("trainer={steps: 20, schedule: wsd}", "trainer.decay_steps", "0: use 1 to 20: trainer.schedule = 'wsd' can decay"),
         ("trainer={steps: 9, schedule: wsd, warmup_steps: 5, decay_steps: 5}", "trainer.decay_steps", "use 1 to 4: trainer"),
         ("trainer={steps: 9, schedule: wsd, warmup_steps: 9, decay_steps: 1}", "trainer.warmup_steps", "use at most 8"),
-        ("algorithm.advantage=group_mean sampling.group_size=1", "algorithm.advantage", "larger groups, or the advantage"),
         ("reward.json_schema={type: object}", "reward.json_schema", "applies only to reward.scorer = 'json_schema'"),
         ("reward.test_timeout_s=3", "reward.test_timeout_s", "applies only to reward.scorer = 'code'"),
         ("reward.format_weight=0.5", "reward.format_weight", "adds nothing without reward.format_pattern"),
@@ -289,6 +252,7 @@ MISSPELT = JUDGE.replace("{comp", "{question} {{answer}} {comp")
         (f"reward={{scorer: judge, judge: {MISSPELT}}}", "reward.judge.template", "{question} would not be replaced; use"),
         ("actor.colocate=true", "actor.colocate", "needs mode = 'conventional', in which actor and trainer take turns"),
         ("mode=conventional actor.colocate=true actor.count=2", "actor.count", "2: must be 1 if actor and trainer share a GPU"),
+        ("mode=conventional algorithm.conventional_g=4 algorithm.max_lag=1", "algorithm.max_lag", "1: "),
         ("evaluation.samples=4", "evaluation.samples", "4: greedy answers to a problem are all the same"),
         ("trainer.value_learning_rate=1e-5", "trainer.value_learning_rate", "'leave_one_out' has no value head"),
     ],
@@ -326,10 +290,8 @@ def test_tasks_have_what_the_recipe_says_unless_they_say_otherwise() -> None:
         ("tasks.1.name=chain_sum", "tasks.0.name", "needs a unique name"),
         ("tasks.1.max_tokens=2048", "tasks.1.max_tokens", "2048: leaves no room for a prompt"),
         ("tasks.0.reward.overlong.buffer_tokens=65", "tasks.0.reward.overlong.buffer_tokens", "than tasks.0.max_tokens (64)"),
-        ("tasks.1.task.source=jsonl", "tasks.1.task.path", "is empty"),
         ("tasks.1.weight=0", "tasks.1.weight", "use a number, above 0"),
         ("tasks.weight=2", "--set tasks.weight", "give a position, from 0: tasks.0.weight"),
-        ("tasks.0.wieght=2", "--set tasks.0.wieght", "allowed here: name, task"),
         ("tasks.2.weight=2", "--set tasks.2.weight", "the list has 2 items, counted from 0"),
     ],
 )
@@ -354,23 +316,10 @@ def test_sets_that_are_evaluated_have_what_the_recipe_says_unless_they_say_other
     assert "needs a unique name" in found["evaluation.sets.0.name"]
 
 
-def test_all_broken_rules_are_listed_at_once() -> None:
-    found = problems(
-        minimal(mode="conventional"),
-        "trainer.batch_size=12", "sampling.max_tokens=4096", "task.source=jsonl", "model.name=''", "model.source=path",
-        "algorithm.conventional_g=4", "algorithm.max_lag=1", "trainer.tokens_per_microbatch=100",
-    )  # fmt: skip
-    assert set(found) == {
-        "trainer.batch_size", "sampling.max_tokens", "task.path", "model.name", "algorithm.max_lag",
-        "trainer.tokens_per_microbatch",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [
         (["task.name=spell_backward", "task.config={}", "task.prompt_style=plain"], "task.name"),
-        (["task.name=spell_backward", "task.config={}"], "task.name"),
         (["task.source=jsonl", "task.path=p.jsonl"], "task.source"),
         (["task.prompt_style=plain"], "task.prompt_style"),
     ],
@@ -453,18 +402,15 @@ def test_what_is_a_mistake_and_what_is_lacking(
     ("file", "content", "said"),
     [
         ("config.json", b'{"model_type": "llama"}', "its config.json names no architecture"),
-        ("config.json", b'{"architectures": [', "its config.json is not JSON"),
         ("tokenizer.json", None, "has no tokenizer (tokenizer.json); copy"),
         ("config.json", b'{"architectures": ["A"], "max_position_embeddings": 9}', "the model's context of 9 tokens; lower it"),
         ("model.safetensors", None, "has no weights (*.safetensors)"),
         ("model.safetensors", -3, "model.safetensors has 74 bytes, but its header says 77; copy the broken files again"),
         ("model.safetensors", 5, "model.safetensors is not a safetensors file, or its header is incomplete"),
-        ("model.safetensors", b"\x02" + bytes(7) + b"[]", "model.safetensors is not a safetensors file"),
         ("model.safetensors", b"\x1f" + bytes(7) + b'{"a": {"data_offsets": [0, 0]}}', "is not a safetensors file"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors, among the 1 weight"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "config.json"}}', "delete one, since actors may"),
         ("adapter_config.json", b"{}", "has a LoRA adapter, which actors would not apply; merge it into the model"),
-        ("model.safetensors.index.json", b"[]", "model.safetensors.index.json is damaged; copy it again"),
     ],
 )
 def test_a_broken_model_folder_is_refused(tmp_path: Path, file: str, content: bytes | int | None, said: str) -> None:
@@ -515,7 +461,7 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
 
 
 def test_reward_code_is_looked_up_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_rewards.py").write_text("NOT_A_FUNCTION = 1\n\ndef score(*_):\n    return 1.0\n")
+    (tmp_path / "my_rewards.py").write_text("def score(*_):\n    return 1.0\n")
     (tmp_path / "lazy.py").write_text("def __getattr__(name):\n    from my_rewards import score\n\n    return score\n")
     (tmp_path / "broken.py").write_text("score = (\n")
     (tmp_path / "raising.py").write_text("import os\n\nos.environ['HOUSE']\n")
@@ -525,8 +471,6 @@ def test_reward_code_is_looked_up_in_the_current_folder(tmp_path: Path, monkeypa
     assert found(reward={"scorer": "my_rewards:score"}) == found(reward={"scorer": "lazy:score"}) == {}
     for scorer, said, lacking in (
         ("my_rewards:scor", "scor does not exist in my_rewards; did you mean score?", False),
-        ("my_rewards:zzz", "zzz does not exist in my_rewards; name a function", False),
-        ("my_rewards:NOT_A_FUNCTION", "NOT_A_FUNCTION is not a function in my_rewards", False),
         ("json.nope:score", "cannot import json.nope: ModuleNotFoundError: No module named 'json.nope'", False),
         ("broken:score", "SyntaxError: '(' was never closed (broken.py, line 1) at broken.py:1", False),
         ("raising:score", "cannot import raising: KeyError: 'HOUSE' at raising.py:3", False),
@@ -559,9 +503,6 @@ def leaves(item):
 
 def hangs(item):
     time.sleep(600)
-
-def generates(item):
-    yield 1
 
 def kills(item):
     os.kill(os.getppid(), signal.SIGKILL)
@@ -642,18 +583,10 @@ def test_references_of_mathematics_and_their_near_misses_are_tried(tmp_path: Pat
     assert "the reference answer of line 1 earns 0 as '2\\\\sqrt{3}'; make the reference the bare" in "".join(doubts_by_set[2])
 
 
-def test_a_pattern_that_takes_forever_costs_its_timeout(rehearsed: Callable[..., Examination]) -> None:
-    Path("p.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": "{"a" * 40}"}}\n' for i in (1, 2)))
-    (problem,) = rehearsed("math", answer_pattern=r"(?:\w+)+#(\d)", timeout_s=0.5).problems
-    assert "gives no reward in 1 of 1 calls" in str(problem)
-    assert "took more than 0.5 s (reward.timeout_s)" in str(problem)
-
-
 @pytest.mark.parametrize(
     ("scorer", "pattern", "answers", "empty", "said"),
     [
         ("my:right", "", (1.0, 1.0), 0.0, ""),
-        ("my:right", "", (1.0, 0.5), 0.5, ""),
         ("my:constant", "", (0.5, 0.5), 0.5, "the completion '4' (the reference answer of line 7) earns 0.5, as an empty text"),
         ("my:strict", "", (0.0, 0.0), None, "(the reference answer of line 7) earns 0, and none of 2 answers tried earns more"),
         ("exact", r"#+ (\d)", (0.0, 0.0), 0.0, ", in which reward.answer_pattern finds nothing, earns 0, as an empty text"),
@@ -674,13 +607,10 @@ def test_a_reward_that_gives_an_empty_text_the_same_is_doubted(
 
 
 def test_a_reward_that_nobody_can_call_is_named(rehearsed: Callable[..., Examination], monkeypatch: pytest.MonkeyPatch) -> None:
-    for scorer, said in (("generates", "is a generator function"), ("kills", "kills its parent process (SIGKILL)")):
-        (problem,) = rehearsed("right", scorer).problems
-        assert str(problem).startswith(f"evaluation.sets.1.reward.scorer = 'my_rewards:{scorer}': {said}")
+    (problem,) = rehearsed("right", "kills").problems
+    assert str(problem).startswith("evaluation.sets.1.reward.scorer = 'my_rewards:kills': kills its parent process (SIGKILL)")
     (problem,) = rehearsed("json_schema", json_schema={"type": "strin"}).problems
     assert str(problem).startswith("evaluation.sets.0.reward.json_schema = {'type': 'strin'}: not a JSON Schema: 'strin'")
-    (problem,) = rehearsed("json_schema", json_schema={"$ref": "#/$defs/x"}).problems
-    assert "gives no reward in 2 of 3 calls, first for the reference answer of line" in str(problem)
     monkeypatch.setitem(sys.modules, "services.verifier", None)
     (lacking,) = rehearsed("right").problems
     assert isinstance(lacking, Lacking)
@@ -710,11 +640,6 @@ class Offering(Guessing):
     tools = [look]  # noqa: RUF012
 
 
-class Naming(Guessing):
-    def tools(self) -> list[str]:
-        return []
-
-
 class Choosing(Guessing):
     @property
     def tools(self) -> list[str]:
@@ -729,7 +654,6 @@ def test_environments_and_tools_are_looked_at_before_a_run(tmp_path: Path, monke
         (Guessing, {"limti": 3}, "is called with task.config = {'limti': 3}: got an unexpected keyword argument 'limti'"),
         (Hasty, {}, "Hasty.reply(self) -> 'str' is called with self, turn: too many positional arguments"),
         (Offering, {}, "tool look: parameter self has no type hint; bind the method in start: self.tools = [self.look]"),
-        (Naming, {}, "attribute tools is <function Naming.tools"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             check_environment_class(kind, config)
@@ -745,35 +669,26 @@ def test_environments_and_tools_are_looked_at_before_a_run(tmp_path: Path, monke
 GPUS = Devices(devices=tuple(Device(uuid=f"GPU-{n}", name="L4", total_bytes=24 << 30, free_bytes=23 << 30) for n in range(2)))
 
 
-def test_a_recipe_for_gpus_is_not_for_a_machine_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_for_gpus_is_not_for_a_machine_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     halves = ("model.dtype=bfloat16", "weights.backend=nccl")
     lacking = found(*halves)
     assert list(lacking) == ["model.dtype"]
     text, is_lacking = lacking["model.dtype"]
     assert is_lacking
     assert "needs a GPU, and this machine has no NVIDIA GPU" in text
-    assert "without one, run the recipe repeated-addition, or smollm2" in text
     recipe = recipe_from_data(minimal(), "x", halves)
     with pytest.raises(RecipeError) as refused:
         check_environment(recipe)
     assert list(map(str, refused.value.problems)) == [text]
     assert "use auto or gloo" in found("weights.backend=nccl")["weights.backend"][0]
-    assert found() == {}
-    monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
-    assert found(*halves) == {}
-    check_environment(recipe)
-
-
-def test_compiling_on_cpu_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = tmp_path / "some-c++"
-    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CXX", str(tmp_path / "no-c++"))
     assert "this machine has no C++ compiler" in found("trainer.compile=true")["trainer.compile"][0]
+    several = ("trainer.nproc=auto", "trainer.context_parallel=2")
+    assert "does not divide the 1 rank of the trainer" in found(*several)["trainer.context_parallel"][0]  # on a CPU
     assert found() == {}
-    compiler.touch(mode=0o755)
-    assert found("trainer.compile=true") == {}
-    compiler.unlink()
     monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
-    assert found("trainer.compile=true") == {}
+    assert found(*halves) == found(*several) == found("trainer.compile=true") == {}
+    check_environment(recipe)
 
 
 def test_a_gpu_shows_by_its_device_file_or_its_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -820,9 +735,7 @@ def test_code_of_episodes_is_looked_up_like_that_of_rewards(tmp_path: Path, monk
         ({"source": "tools", "path": "p.jsonl"}, "task.tools", "needs functions"),
         ({"source": "verifiers", "name": "any", "path": "p.jsonl"}, "task.path", "the environment brings the problems"),
         ({"source": "verifiers", "name": "any"}, "reward.sandbox", "would block the servers"),
-        ({"source": "agent", "path": "p.jsonl", "command": " "}, "task.command", "needs a program"),
         ({"source": "tools", "path": "p.jsonl", "tools": ["a:f", "b:f"]}, "task.tools", "several functions of the same name"),
-        ({"source": "agent", "command": "python 'agent.py", "path": "p.jsonl"}, "task.command", "quotation mark"),
         ({"source": "agent", "command": "a", "path": "p"}, "reward.overlong.buffer_tokens", "answer has no length in tokens"),
         ({"source": "agent", "command": "a", "path": "p"}, "reward.truncated", "cannot be zero with task.source = 'agent'"),
         ({"source": "agent", "command": "python agent.py"}, "task.path", "needs a file of problems here"),
@@ -851,19 +764,11 @@ def test_a_tracker_that_is_unknown_or_without_its_package_is_refused(tmp_path: P
     assert str(lacking).startswith("trackers = ['mlflow', 'wandb']: wandb not installed: pip install 'pipelinerl[wandb]'")
 
 
-def test_ranks_that_the_gpus_decide_are_for_the_placement_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = ("trainer.nproc=auto", "trainer.context_parallel=2")
-    assert "does not divide the 1 rank of the trainer" in found(*wanted)["trainer.context_parallel"][0], "on a CPU there is one"
-    monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
-    assert found(*wanted) == {}
-
-
 def test_the_cuda_build_of_vllm_does_not_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.distributions", lambda name: [name] * (name == "vllm"))
     text, is_lacking = found()["actor.engine"]
     assert is_lacking
     assert "'vllm': is built for CUDA here and needs a GPU, and this machine has no NVIDIA GPU" in text
-    assert text.endswith("for the CPU, run: make clean && make install")
     monkeypatch.setattr(preflight, "find_devices", lambda: GPUS)
     assert found() == {}
 

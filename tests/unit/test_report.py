@@ -370,8 +370,9 @@ def test_the_rows_have_the_figures_names_and_an_evaluation_is_in_the_row_of_its_
     assert (rows[0]["heldout_sets.sums.accuracy.low"], rows[0]["heldout_accuracy_lower_bound"]) == (0.4, 0.1)
     figures = {"reward_mean": 0.1, "lag.max": 3, "sequences.trained": 8, "ess_by_lag.3-4": 0.5}
     assert figures.items() <= rows[1].items()
-    assert curve(rows, "heldout_accuracy") == [[0, 0.0, 0.5], [4, None, 0.7]]
-    reward = curve(read_run(run_in(tmp_path / "long", steps=1000), "long").rows, "reward_mean")
+    rows = read_run(run_in(tmp_path / "long", steps=1000, summary=summary), "long").rows
+    assert curve(rows, "heldout_accuracy") == [[0, 0.0, 0.5], [4, 8.0, 0.7]]
+    reward = curve(rows, "reward_mean")
     assert _POINTS / 2 < len(reward) <= _POINTS + 1
     assert (reward[0], reward[-1]) == ([1, 2.0, 0.1], [1000, 2000.0, 100.0])
 

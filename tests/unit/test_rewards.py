@@ -82,6 +82,9 @@ def test_the_answer_is_the_group_of_the_last_match_outside_thoughts(pattern: str
     assert in_begun_thought == (answer if "</think>" in completion or not pattern else None)
 
 
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+
 @pytest.mark.parametrize(
     ("scorer", "reference", "answer", "value"),
     [
@@ -90,9 +93,11 @@ def test_the_answer_is_the_group_of_the_last_match_outside_thoughts(pattern: str
         (regex, ".*42", "so that is\n42", 1.0),
         *((regex, "colou?r", answer, 0.0) for answer in ("colours", None)),  # the whole answer has to match
         *((regex, "colou?r", answer, 1.0) for answer in ("colour", "color")),
+        (json_schema_scorer(POINT), "", '{"x": 1}', 1.0),
+        *((json_schema_scorer(POINT), "", answer, 0.0) for answer in ('{"x": 1.5}', '{"x": 1, "y": 2}', "{}", "{x: 1}", None)),
     ],
 )
-def test_exact_and_regex(scorer: Scorer, reference: str, answer: str | None, value: float) -> None:
+def test_exact_regex_and_json_schema(scorer: Scorer, reference: str, answer: str | None, value: float) -> None:
     assert scorer(item(answer, reference)).value == value
 
 
@@ -108,11 +113,13 @@ def test_exact_and_regex(scorer: Scorer, reference: str, answer: str | None, val
         (lambda: json_schema_scorer({}), "[]", "not a JSON Schema: an object is needed"),
         (lambda: json_schema_scorer({}), '{"type": "objekt"}', "not a JSON Schema"),
         (lambda: json_schema_scorer({}), '{"$ref": "https://example.org/schema"}', "refers to https://example.org/schema"),
+        (lambda: json_schema_scorer({"$ref": "#"}), "", "schema: refers to itself without end"),
+        (lambda: compose(Score(1.0), overlong=OverlongConfig(buffer_tokens=4)), "", "max_tokens"),
     ],
 )
 def test_a_bad_reference_is_no_wrong_answer(make: Callable[[], Scorer], reference: dict[str, Any] | str, problem: str) -> None:
     with pytest.raises(BadReference, match=problem):
-        make()(item("{}", reference))
+        make()(item("[" * 32 + "]" * 32 if "itself" in problem else "{}", reference))
 
 
 def test_the_recipe_that_asks_for_a_box_scores_nothing_else() -> None:
@@ -124,17 +131,6 @@ def test_the_recipe_that_asks_for_a_box_scores_nothing_else() -> None:
         scored = reward(RewardInput("", completion, reference={"answer": "42"}, **about))
         assert (scored.parts["answer"], scored.reason) == (value, "" if value else r"no closed \boxed{} in the answer")
     assert math_scorer(8.0, boxed=True)(item(None, "42")).value == 0.0
-
-
-POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
-
-
-@pytest.mark.parametrize(
-    ("answer", "value"),
-    [('{"x": 1}', 1.0), ('{"x": 1.5}', 0.0), ('{"x": 1, "y": 2}', 0.0), ("{}", 0.0), ("{x: 1}", 0.0), (None, 0.0)],
-)
-def test_json_schema_of_the_recipe(answer: str | None, value: float) -> None:
-    assert json_schema_scorer(POINT)(item(answer)).value == value
 
 
 PAIRS = [{"input": "2 3", "output": "5"}, {"input": "4\n4", "output": "8\n"}]
@@ -280,19 +276,6 @@ def test_a_message_that_is_none_ends_the_tests_whatever_they_catch() -> None:
     assert of_code({"tests": tests}, program).value == 0.0
 
 
-def test_code_takes_the_tests_of_a_parquet_files_rows(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    rows = [{"prompt": "Add.", "tests": PAIRS}, {"prompt": "Add again.", "tests": PAIRS[:1]}]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
-    source = make_source(TaskConfig(source="jsonl", path=str(tmp_path / "p.parquet"), answer_field="", heldout_problems=1), 0)
-    scorer = code_scorer(RewardConfig(scorer="code", test_timeout_s=60.0, timeout_s=60.0))
-    for reference in (source.problem(split, 0).reference for split in (Split.TRAIN, Split.HELDOUT)):
-        reference = json.loads(json.dumps(reference))  # as it travels
-        assert [scorer(RewardInput("", program, program, reference)).value for program in (ADDS, "print(6)")] == [1.0, 0.0]
-
-
 NO_TESTS = (None, [], "", "[", 7, [7], {"inputs": ["1"], "outputs": []}, [{"input": "1"}])
 NOT_RUN = (
     "async def test_add():\n    assert add(2, 3) == 5",
@@ -344,8 +327,6 @@ def test_json_schema_names_what_is_wrong_with_the_answer_and_a_bad_one_is_found_
     for schema, answer in ((POINT, "[" * 100_000), (nested, "[" * 500 + "]" * 500)):
         assert json_schema_scorer(schema)(item(answer)).reason == "the answer is nested too deeply to be checked"
     assert json_schema_scorer(nested)(item("[" * 100 + "]" * 100)).value == 1.0
-    with pytest.raises(BadReference, match="schema: refers to itself without end"):
-        json_schema_scorer({"$ref": "#"})(item("[" * 32 + "]" * 32))
     with pytest.raises(FieldError, match=r"reward\.json_schema.*objekt"):
         json_schema_scorer({"type": "objekt"})
 
@@ -360,22 +341,16 @@ def test_reasoning_gym_accepts_its_own_answer_after_json(family: str) -> None:
 
 
 def test_reasoning_gym_scorer_that_raises_means_a_wrong_answer_unless_the_entry_lacks_what_it_needs() -> None:
+    assert reasoning_gym_scorer("chain_sum")(item(None, gym_reference("chain_sum"))).value == 0.0
     score = reasoning_gym_scorer("prime_factorization")(item("a word", gym_reference("prime_factorization")))
     assert score == Score(0.0, "not an answer of this family's form (ValueError)")
     reference = gym_reference("chain_sum")
     reference["entry"]["answer"] = 214
     with pytest.raises(BadReference, match="entry: its own answer cannot be scored"):
         reasoning_gym_scorer("chain_sum")(item("214", reference))
-
-
-@pytest.mark.parametrize("broken", [{"dataset": None}, {"dataset": "chain_summ"}, {"entry": None}, {"entry": {}}])
-def test_reasoning_gym_reference_with_a_broken_field(broken: dict[str, Any]) -> None:
-    with pytest.raises(BadReference, match=next(iter(broken))):
-        reasoning_gym_scorer("chain_sum")(item("1", gym_reference("chain_sum") | broken))
-
-
-def test_no_answer_gets_no_credit_and_an_unknown_family_names_near_ones() -> None:
-    assert reasoning_gym_scorer("chain_sum")(item(None, gym_reference("chain_sum"))).value == 0.0
+    for broken in ({"dataset": None}, {"dataset": "chain_summ"}, {"entry": None}, {"entry": {}}):
+        with pytest.raises(BadReference, match=next(iter(broken))):
+            reasoning_gym_scorer("chain_sum")(item("1", gym_reference("chain_sum") | broken))
     with pytest.raises(FieldError, match=r"task\.name = 'chain_summ'.*did you mean chain_sum"):
         reasoning_gym_scorer("chain_summ")
 
@@ -484,11 +459,11 @@ def test_binary_keeps_full_answers_and_a_users_number_as_it_is(config: dict[str,
 
 def test_terms_add_up() -> None:
     overlong = OverlongConfig(buffer_tokens=20, penalty=0.4)
-    reward = compose(Score(1.0), correct=2.0, format_pattern="<a>.*</a>", format_weight=0.5, overlong=overlong)
-    full = reward(item("<a>7</a>\n", completion_tokens=90, max_tokens=100))
+    reward = compose(Score(1.0), correct=2.0, format_pattern=r"<a>.*</a>\s*<b>.*</b>", format_weight=0.5, overlong=overlong)
+    full = reward(item("<a>\n7\n</a>\n\n<b>7\n</b>\n", completion_tokens=90, max_tokens=100))
     assert full.parts == pytest.approx({"answer": 2.0, "format": 0.5, "overlong": -0.2})
     assert full.value == pytest.approx(2.3)
-    unformatted = reward(item("7", completion_tokens=100, max_tokens=100))
+    unformatted = reward(item("<a>\n7\n</a>\n7", completion_tokens=100, max_tokens=100))
     assert unformatted == Score(
         pytest.approx(1.6),
         "the completion does not match reward.format_pattern",
@@ -514,25 +489,14 @@ def test_a_users_parts_stay_apart_and_cannot_hide_a_term() -> None:
     assert reward.value == 2.5
 
 
-@pytest.mark.parametrize(("value", "graded"), [(math.nan, True), (math.inf, True), (-math.inf, True), (math.nan, False)])
-def test_a_reward_that_is_not_finite_is_no_wrong_answer(value: float, graded: bool) -> None:
-    with pytest.raises(BadReward):
-        compose(Score(value), graded=graded)(item("x"))
-
-
-@pytest.mark.parametrize(
-    ("parts", "max_abs"), [({"a": 1e30}, 1e4), ({"a": 1e308, "b": -1e308}, 1e4), ({"a": -10_001.0}, 1e4), ({"a": 3.0}, 2.0)]
-)
+@pytest.mark.parametrize(("parts", "max_abs"), [({"a": 1e308, "b": -1e308}, 1e4), ({"a": -10_001.0}, 1e4), ({"a": 3.0}, 2.0)])
 def test_a_reward_or_a_term_beyond_the_bound_fails_by_name(parts: dict[str, float], max_abs: float) -> None:
     with pytest.raises(BadReward, match=rf"one of its terms exceeds reward\.max_abs \({max_abs:g}\): answer\.a = "):
         compose(Score(sum(parts.values()), parts=parts), graded=True, max_abs=max_abs)(item("x"))
     assert compose(Score(-max_abs), graded=True, max_abs=max_abs)(item("x")).value == -max_abs, "the bound itself is one"
-
-
-def test_the_form_of_r1_matches_a_completion_of_several_lines() -> None:
-    reward = compose(Score(1.0), format_pattern=r"<think>.*</think>\s*<answer>.*</answer>", format_weight=0.5)
-    assert reward(item("<think>\nfirst\nthen\n</think>\n\n<answer>\n42\n</answer>\n")).value == 1.5
-    assert reward(item("<think>\nfirst\n</think>\n42")).value == 1.0
+    for value, graded in ((math.nan, True), (math.inf, True), (-math.inf, True), (math.nan, False)):
+        with pytest.raises(BadReward):
+            compose(Score(value), graded=graded)(item("x"))
 
 
 # --- functions written for other libraries
@@ -564,9 +528,6 @@ def skipped(completions, **kwargs):
 def bare(completions, **kwargs):
     return 1.0
 
-def tokens(completions, completion_ids):
-    return [1.0]
-
 def other(solution_str, tokenizer):
     return 1.0
 """
@@ -593,6 +554,10 @@ def test_a_function_of_verl_is_taken_as_it_is(foreign: Callable[..., Scorer]) ->
     assert [foreign("gsm8k")(asked(text)).value for text in ("4", "5")] == [1.0, 0.0]
     with pytest.raises(BadReward, match="has no 'score', only acc"):
         foreign("no_score")(asked("4"))
+    with pytest.raises(BadReference, match="row: has no tokenizer, which foreign_rewards:other takes"):
+        foreign("other")(asked("4"))
+    with pytest.raises(FieldError, match=r"reward\.answer_pattern.*verl's parameters and gets the whole completion"):
+        foreign("gsm8k", r"(\d+)")
 
 
 def test_a_function_of_trl_is_taken_as_it_is(foreign: Callable[..., Scorer]) -> None:
@@ -608,23 +573,10 @@ def test_a_function_of_trl_is_taken_as_it_is(foreign: Callable[..., Scorer]) -> 
         foreign("columns", answer_field="answer")(RewardInput("2+2?", "4", "4", {"answer": "4"}))
 
 
-@pytest.mark.parametrize(("name", "said"), [("tokens", "completion_ids"), ("other", "tokenizer")])
-def test_a_foreign_function_that_wants_what_is_absent_is_refused(foreign: Callable[..., Scorer], name: str, said: str) -> None:
-    with pytest.raises(BadReference, match=f"row: has no {said}, which foreign_rewards:{name} takes"):
-        foreign(name)(asked("4"))
-
-
-def test_a_pattern_that_a_foreign_function_would_not_heed_is_refused(foreign: Callable[..., Scorer]) -> None:
-    with pytest.raises(FieldError, match=r"reward\.answer_pattern.*verl's parameters and gets the whole completion"):
-        foreign("gsm8k", r"(\d+)")
-
-
-def test_overlong_needs_the_limit() -> None:
-    with pytest.raises(BadReference, match="max_tokens"):
-        compose(Score(1.0), overlong=OverlongConfig(buffer_tokens=4))(item("x", completion_tokens=3))
-
-
 # --- from recipe to result
+
+
+BAD_REFERENCE = verifier_pb2.VERIFY_STATUS_BAD_REFERENCE
 
 
 def wire_item(completion: str, reference: dict[str, Any] | str, **fields: Any) -> verifier_pb2.VerifyItem:
@@ -644,21 +596,14 @@ def test_the_task_scorer_is_the_familys_or_for_a_file_exact() -> None:
     assert score_item(of_file, wire_item(" Paris", {"answer": "Paris"})).reward == 1.0
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "[" * 100_000])
-def test_reference_that_is_not_a_json_object(text: str) -> None:
-    reward = make_reward(RewardConfig(scorer="exact"), TaskConfig())
-    assert score_item(reward, wire_item("x", text)).status == verifier_pb2.VERIFY_STATUS_BAD_REFERENCE
-
-
-def test_finish_reason_and_lengths_reach_the_function() -> None:
+def test_reference_finish_reason_and_lengths_reach_the_function(user_module: str) -> None:
+    for text in ("", "{", "[1]", "null", "[" * 100_000):  # no JSON object
+        assert score_item(ComposedReward(RewardConfig(), exact), wire_item("x", text)).status == BAD_REFERENCE
     seen: list[RewardInput] = []
     reward = ComposedReward(RewardConfig(), lambda got: seen.append(got) or Score(1.0))
     cut = {"completion_tokens": 7, "max_tokens": 9, "finish_reason": sequence_pb2.FINISH_REASON_LENGTH}
     score_item(reward, wire_item("x", {}, prompt_text="p", **cut))
     assert seen == [RewardInput("p", "x", "x", {}, completion_tokens=7, max_tokens=9, finish_reason="length", sequence_id="s")]
-
-
-def test_a_function_that_takes_the_item_for_a_text_is_told_the_items_attributes(user_module: str) -> None:
     result = score_item(ComposedReward(RewardConfig(), user_scorer("house_rewards:text")), wire_item("42", {}))
     assert "; the argument is an item, with the attributes prompt, completion, answer, reference, " in result.message
 
@@ -673,7 +618,7 @@ def raiser(error: BaseException) -> ComposedReward:
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (BadReference("entry", "none"), verifier_pb2.VERIFY_STATUS_BAD_REFERENCE),
+        (BadReference("entry", "none"), BAD_REFERENCE),
         (BadReward("nan"), verifier_pb2.VERIFY_STATUS_BAD_REWARD),
         (MemoryError(), verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY),
         (RuntimeError("boom"), verifier_pb2.VERIFY_STATUS_CRASHED),

@@ -4,13 +4,11 @@ import gzip
 import json
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,11 +32,6 @@ def questions(source: ReasoningGymSource, split: Split, indices: range) -> list[
 # reasoning-gym
 
 
-def test_tasks_import_neither_reasoning_gym_nor_pyarrow() -> None:
-    code = "import sys, pipelinerl.tasks.source; sys.exit(bool({'reasoning_gym', 'pyarrow', 'torch'} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_repeated_additions_are_a_family_of_ours_with_few_long_ones() -> None:
     """Of a Pareto distribution with α = 1, from 2 and cut off before 51, a share of (2/k - 2/51) / (1 - 2/51) is k or more."""
     from reasoning_gym import get_score_answer_fn
@@ -48,10 +41,9 @@ def test_repeated_additions_are_a_family_of_ours_with_few_long_ones() -> None:
     problems = [source.problem(Split.TRAIN, index) for index in range(2000)]
     times = [int(problem.question[:2]) for problem in problems]
     assert (min(times), max(times)) == (2, 50)
-    for at_least in (3, 10, 30):
-        share = (2 / at_least - 2 / 51) / (1 - 2 / 51)
-        found = sum(one >= at_least for one in times) / 2000
-        assert found == pytest.approx(share, abs=4 * (share * (1 - share) / 2000) ** 0.5)
+    share = (2 / 10 - 2 / 51) / (1 - 2 / 51)
+    found = sum(one >= 10 for one in times) / 2000
+    assert found == pytest.approx(share, abs=4 * (share * (1 - share) / 2000) ** 0.5)
     count, step, start = (int(number) for number in problems[0].question[:-1].replace("x", "+").split("+"))
     reference = json.loads(problems[0].reference_json)
     assert reference["answer"] == str(start + count * step)
@@ -190,11 +182,8 @@ def test_a_file_that_is_only_evaluated_needs_no_other_problems(tmp_path: Path) -
         ({"prompt": "q", "answer": None}, "line 2: field 'answer' is None"),
         ('{"prompt": "q \\ud800", "answer": "a"}', r"line 2: field 'prompt' holds \ud800, half of a surrogate pair"),
         ({"prompt": [{"role": "user", "content": "\udfff"}], "answer": "a"}, r"line 2: field 'prompt' holds \udfff, half"),
-        ({"prompt": {"q": 1}, "answer": "a"}, "line 2: field 'prompt' is "),
-        ({"prompt": ["q"], "answer": "a"}, "line 2: field 'prompt' has 'q', which is not a message"),
         ({"prompt": [{"role": "user"}], "answer": "a"}, "line 2: field 'prompt' has {'role': 'user'}, which is no"),
         ({"prompt": [{"role": "assistant", "content": "a"}], "answer": "a"}, "line 2: field 'prompt' must end with a"),
-        ({"prompt": [], "answer": "a"}, "line 2: field 'prompt' must end with a message"),
         ({"prompt": "q", "answer": True}, "line 2: field 'answer' is True"),
         ({"prompt": "q", "answer": float("nan")}, "line 2: field 'answer' is nan, which is not a finite number"),
         ({"prompt": " ", "answer": "a"}, "line 2: field 'prompt' is empty"),
@@ -212,8 +201,6 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     refused(FieldError, r"task\.path.*give a \.jsonl, .* or \.parquet file", tmp_path / "p.docx")
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "q"}], "answer": "a"}])
     refused(UserError, r"line 1: field 'prompt' is a list of messages, .* use chat", path)
-    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9t\xe9", "answer": "a"}\n')
-    refused(UserError, r"latin\.jsonl, line 1: not UTF-8: .* at byte 13", tmp_path / "latin.jsonl")
     path = write_jsonl(tmp_path / "many.jsonl", [*ROWS, *["{"] * 12, {"prompt": " ", "answer": "a"}])
     with pytest.raises(UserError) as info:
         make_source(file_task(path), seed=0)
@@ -223,9 +210,6 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     rows = [{"prompt": b"q", "answer": "a"}, {"prompt": b"\xff", "answer": "b"}]
     path = write_parquet(tmp_path / "latin.parquet", rows, prompts_are_text=True)
     refused(UserError, r"latin\.parquet, row 2: a text is not UTF-8: .* at byte 1", path)
-    rows = [{"prompt": "q", "answer": "a", "asked": np.datetime64(10**13, "s")}]
-    path = write_parquet(tmp_path / "dates.parquet", rows)
-    refused(UserError, r"dates\.parquet, row 1: a value cannot be read: date value out of range", path)
 
 
 def as_csv(rows: list[dict[str, Any]]) -> bytes:
@@ -251,12 +235,9 @@ MULTILINE = [{"prompt": f"q{number},\nnext line", "answer": number} for number i
         ("p.csv", as_csv(MULTILINE)),
         ("p.tsv", as_csv(MULTILINE).replace(b'","', b'"\t"').replace(b"t,a", b"t\ta")),
         ("semicolons.csv", as_csv(MULTILINE).replace(b'","', b'";"').replace(b"t,a", b"t;a")),
-        ("tabs.csv", as_csv(MULTILINE).replace(b'","', b'"\t"').replace(b"t,a", b"t\ta")),
-        ("commas.tsv", as_csv(MULTILINE)),
         ("long names.tsv", as_csv(MULTILINE).replace(b'","', b'"\t"x"\t"').replace(b"t,a", b"t\tw, x, y, z\ta")),
         ("p.json", json.dumps(MULTILINE).encode()),
         ("lines.json", as_jsonl(MULTILINE)),
-        ("p.ndjson", as_jsonl(MULTILINE)),
         ("p.CSV.GZ", gzip.compress(as_csv(MULTILINE), mtime=0)),
         ("p.jsonl.zst", as_zstd(as_jsonl(MULTILINE))),
     ],
@@ -271,30 +252,14 @@ def test_files_of_other_forms_hold_the_same_problems(name: str, content: bytes, 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        (
-            "p.csv",
-            b"prompt;answer\nq;1\nq;1;2\n",
-            "p.csv, line 3: has 3 values, but the header has 2 columns; quote values that",
-        ),
+        ("p.csv", b"prompt;answer\nq;1\nq;1;2\n", "p.csv, line 3: has 3 values, but the header has 2 columns; quote values"),
         ("p.csv", b'prompt,answer\n"a\nb",1\nq\n', "p.csv, line 4: has 1 values, but the header has 2 columns"),
-        (
-            "p.csv",
-            b"prompt,answer\n\xe9,1\n",
-            "p.csv, line 2: not UTF-8: invalid continuation byte (0xe9) at byte 1; save it as",
-        ),
         ("p.csv", b"prompt,answer\n\xe9,1\n", "or convert it: iconv -f WINDOWS-1252 -t UTF-8"),
-        ("p.csv", b"\xef\xbb\xbfpr\xe9,answer\n", "p.csv, line 1: not UTF-8: invalid continuation byte (0xe9) at byte 6; save"),
-        ("p.csv", "prompt,answer\nq,1\n".encode("utf-16"), "p.csv, line 1: not UTF-8: invalid start byte (0xff) at byte 1"),
         ("p.jsonl", '{"prompt": "q"}\n'.encode("utf-16"), "or convert it: iconv -f UTF-16 -t UTF-8"),
         ("p.json", b'[{"prompt": "\xe9"}]', "p.json: not a JSON array: not UTF-8: invalid continuation byte (0xe9) at byte 14"),
         ("p.csv", b"prompt,prompt\nq,1\n", "p.csv: its header has a column twice: prompt, prompt"),
-        ("p.csv", b'prompt,answer\n"q" , 1\n', "; put the separator right after the closing quote, without a space"),
-        ("p.csv", b'prompt,answer\n"q,1\n', "p.csv, line 2: not CSV: unexpected end of data"),
         ("p.json", b'[{"prompt": "q", "answer": "a"}, 7]', "p.json, entry 2: int instead of an object"),
-        ("p.json", b"[1,", "p.json: not a JSON array"),
-        ("p.jsonl.gz", b"no gzip", "p.jsonl.gz: cannot be read: Not a gzipped file"),
         ("p.jsonl.gz", gzip.compress(as_jsonl(ROWS), mtime=0)[:-9], "p.jsonl.gz: cannot be read: Compressed file ended"),
-        ("p.jsonl.zst", b"no zstd", "p.jsonl.zst: cannot be read: "),
     ],
 )
 def test_what_is_wrong_with_a_file_of_another_form_is_named(name: str, content: bytes, said: str, tmp_path: Path) -> None:
@@ -315,7 +280,6 @@ def test_a_folder_and_a_pattern_are_all_their_files_and_mistakes_name_the_file(t
     assert len(FileSource(file_task(tmp_path, heldout=1, max_rows=4), seed=0).problems) == 4
     assert FileSource(file_task(tmp_path, heldout=1), seed=0).problems[-1].place == "line 3 of /more/b.jsonl"
     (tmp_path / "more" / "c.csv").write_bytes(b"prompt,answer\n,1\n")
-    refused(UserError, r"more/c\.csv, line 2: field 'prompt' is empty", tmp_path / "more" / "*.csv", heldout=1)
     several = r"this folder holds \.csv \(1 file, such as more/c\.csv\), \.jsonl \(2 files, such as a\.jsonl\); select one"
     refused(FieldError, several + r" kind by its folder or a pattern, such as .*\*\*/\*\.jsonl\*", tmp_path, heldout=1)
     (tmp_path / "none").mkdir()
@@ -366,8 +330,6 @@ def test_rows_as_dapo_and_verl_have_them_in_parquet(tmp_path: Path) -> None:
         FileSource(file_task(path, **{**nested, "answer_field": "reward_model.truth"}), seed=0)
     with pytest.raises(UserError, match=r"row 1: field 'reward_model' is .* such as field 'reward_model\.ground_truth'"):
         FileSource(file_task(path, **{**nested, "answer_field": "reward_model"}), seed=0)
-    with pytest.raises(FieldError, match=r"task\.prompt_template = 'nothing': .*name one of its fields: data_source"):
-        FileSource(file_task(path, **nested, prompt_template="{nothing}"), seed=0)
 
 
 def test_parts_of_text_are_one_text_other_parts_are_a_mistake_and_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
@@ -389,10 +351,8 @@ def test_parts_of_text_are_one_text_other_parts_are_a_mistake_and_a_call_of_a_to
     ("row", "path", "answer"),
     [
         ({"a.b": "column", "a": {"b": "path"}}, "a.b", "column"),
-        ({"a": {"b.c": "inner"}}, "a.b.c", "inner"),
         ({"a.b": {"c": "outer"}}, "a.b.c", "outer"),
         ({"a": ["zero", {"b": "one"}]}, "a.1.b", "one"),
-        ({"a": 5.0}, "a", "5.0"),
     ],
 )
 def test_a_path_leads_into_columns_and_lists(row: dict[str, Any], path: str, answer: str, tmp_path: Path) -> None:
@@ -459,8 +419,3 @@ def test_each_task_gets_its_share_and_its_problems_in_order(weights: list[float]
         assert indices == list(range(indices[0], indices[0] + len(indices))) if indices else True
         for index in indices[:1]:
             assert abs(index - start * weights[position] / total) <= len(weights) / 2 + 1
-
-
-def test_of_two_tasks_every_fourth_problem_is_of_the_lighter_one() -> None:
-    places = [Interleaving([3, 1]).place(number) for number in range(8)]
-    assert places == [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (0, 4), (1, 1), (0, 5)]
