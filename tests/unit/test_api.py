@@ -19,6 +19,7 @@ from pipelinerl import api
 from pipelinerl.api import source_of
 from pipelinerl.errors import FieldError, ServiceError, UserError
 from pipelinerl.recipe.loading import load_recipe
+from pipelinerl.run_dir import checkpoint_of
 from services.verifier.rewards.compose import user_scorer
 from services.verifier.rewards.item import RewardInput
 
@@ -255,3 +256,15 @@ def test_what_is_given_comes_before_what_the_recipe_has(workplace: Path, monkeyp
         monkeypatch.chdir("/")
         assert first.stop().wait() is first, "stopped before it has begun, which is no failure"
         assert list(first.metrics) == []
+
+
+def test_the_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:
+    (state := tmp_path / "checkpoints" / "step-10" / "resume" / "run.json").parent.mkdir(parents=True)
+    state.write_text("{}")
+    (final := tmp_path / "checkpoint").mkdir()
+    (final / "config.json").touch()
+    (final / "pipelinerl.json").write_text('{"policy_version": 25}')
+    assert {one.path for one in (checkpoint_of(tmp_path), checkpoint_of(tmp_path, 25), checkpoint_of(final))} == {final}
+    assert checkpoint_of(tmp_path, 10).path.name == "step-10"
+    with pytest.raises(FieldError, match=r"version = 5: has no checkpoint \(checkpoint\.keep .*\); use one of 10, 25"):
+        checkpoint_of(tmp_path, 5)

@@ -16,7 +16,7 @@ from pipelinerl.recipe.fields import ModelConfig, Recipe, TaskConfig, TaskShare
 from pipelinerl.recipe.loading import RecipeError, recipe_from_data, recipe_yaml
 from pipelinerl.recipe.preflight import check_environment
 from pipelinerl.tasks.source import Problem
-from services.actor.episodes.formats import TemplateFormat, chat_format
+from services.actor.episodes.formats import TemplateFormat, Unrenderable, chat_format
 from services.actor.preview import preview
 from services.trainer.data.feeder import encode
 from services.trainer.loading import load_tokenizer
@@ -327,3 +327,11 @@ def test_the_trainer_loads_the_tokenizer_with_the_recipes_template(tmp_path: Pat
     variables = {"chat_template": THINKS, "chat_template_kwargs": {"enable_thinking": False}}
     loaded = load_tokenizer("model", recipe_with(tmp_path, CHATML, monkeypatch, model=variables))
     assert prompt_of(loaded) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def test_messages_that_a_template_does_not_take_are_refused_in_words() -> None:
+    odd = "{% for d in documents %}{{ d }}{% endfor %}{{ messages[0].content }}"
+    for template, said in ((NO_SYSTEM, "System role not supported"), (odd, "these messages: 'NoneType' object is not iter")):
+        chat = chat_format(tokenizer_with(template), ModelConfig(name="mine"))
+        with pytest.raises(Unrenderable, match=said):
+            chat.render([{"role": "system", "content": "a"}, *HI], [])

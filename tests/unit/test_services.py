@@ -53,7 +53,9 @@ def test_settings_of_each_service(launches: ServiceLaunches, tmp_path: Path, mon
     actor = settings_of(launches.actor(2), ActorSettings, monkeypatch)
     known = {**tls, "nats_credentials": secrets / "nats-actor", "instance": "actor-2", "verifier": VERIFIER}
     assert actor.items() >= (policy | known | {"address_file": tmp_path.resolve() / "addresses" / "actor-2.json"}).items()
-    assert launches.actor(0).environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    started = [launches.trainer(1), launches.actor(0), launches.verifier()]
+    assert [one.environment["OMP_NUM_THREADS"] for one in started] == ["4", "2", "1"]
+    assert started[1].environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     again = ServiceAddress(grpc="127.0.0.1:5000", http="127.0.0.1:5001", pid=1)
     verifier = settings_of(launches.verifier(again), VerifierSettings, monkeypatch)
     assert (verifier["tls_dir"], verifier["private_dir"]) == (secrets / "tls", tmp_path.resolve())
