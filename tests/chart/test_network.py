@@ -6,8 +6,7 @@ import pytest
 
 from tests.chart.cases import rendered_case
 from tests.chart.rendering import NAMESPACE, SERVICES, Object, Pod, Rendered, render
-from tests.cluster.objects import label_selector_matches
-from tests.cluster.policies import Peer, why_not
+from tests.cluster.objects import Peer, label_selector_matches, why_not
 
 ANY_PORT = 41234  # which the system chose, as for NCCL and Gloo
 

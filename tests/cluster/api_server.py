@@ -110,12 +110,12 @@ class ApiServer(api_server.ApiServer):
         """Write how a person reaches this server who may do everything."""
         token = secrets.token_urlsafe(24)
         self._accounts[token] = ADMIN
-        authority = {"certificate-authority-data": base64.b64encode(self.ca).decode()} if self.ca else {}
+        cluster = {"server": url, "certificate-authority-data": base64.b64encode(self.ca).decode()}
         content = {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "tests",
-            "clusters": [{"name": "tests", "cluster": {"server": url, **authority}}],
+            "clusters": [{"name": "tests", "cluster": cluster}],
             "users": [{"name": "tests", "user": {"token": token}}],
             "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": "tests"}}],
         }
@@ -150,8 +150,7 @@ class ApiServer(api_server.ApiServer):
         if kind in (None, "Pod"):
             self._refuse(404, "NotFound", f"{request.method} {request.path} is not modelled")
         several = {"GET": "watch" if query.get("watch") == "true" else "list", "POST": "create", "DELETE": "deletecollection"}
-        one = {"GET": "get", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
-        verb = (one if name else several)[request.method]
+        verb = ({"GET": "get", "PUT": "update", "PATCH": "patch", "DELETE": "delete"} if name else several)[request.method]
         await self._allowed(request, Permission(resource, verb, version.rpartition("/")[0]))
         found = self._rendered.find(kind, name or "")
         if verb in ("get", "update", "delete") and found is None:
@@ -188,9 +187,7 @@ class ApiServer(api_server.ApiServer):
             now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             given = {"namespace": self.namespace, "uid": str(uuid.uuid4()), "creationTimestamp": now}
             found = {"kind": kind, "apiVersion": version, **body, "metadata": {**body["metadata"], **given}}
-            for store, part in ((self.configs, "data"), (self.secrets, "data"), (self.scales, "spec")):
-                if kind in {id(self.configs): ["ConfigMap"], id(self.secrets): ["Secret"]}.get(id(store), WORKLOADS):
-                    store[name_of(found)] = found.setdefault(part, {})
+            self.keep(found)
             self._rendered.objects.append(found)
             self.notify("ADDED", found)
             self.appeared(found)
@@ -199,11 +196,18 @@ class ApiServer(api_server.ApiServer):
             self.notify("MODIFIED", found)
         return found
 
+    def keep(self, item: Object) -> None:
+        """The part of an object that the trainer merges into."""
+        if (store := self._store_of(item["kind"])) is not None:
+            store[name_of(item)] = item.setdefault("spec" if store is self.scales else "data", {})
+
+    def _store_of(self, kind: str) -> dict[str, Object] | None:
+        return {"ConfigMap": self.configs, "Secret": self.secrets, **dict.fromkeys(WORKLOADS, self.scales)}.get(kind)
+
     def delete(self, item: Object) -> None:
         self._rendered.objects[:] = [other for other in self._rendered.objects if other is not item]
-        for kind, store in (("ConfigMap", self.configs), ("Secret", self.secrets)):
-            if item["kind"] == kind:
-                store.pop(name_of(item), None)
+        if (store := self._store_of(item["kind"])) is not None:
+            store.pop(name_of(item), None)
         self.notify("DELETED", item)
         self.vanished(item)
 

@@ -1,42 +1,95 @@
 """From a Pod's manifest to a pod that can be started: its address, its volumes as the kubelet makes them, each container's
-process and environment.
+image, process and environment.
 
-Volumes are emptyDir, ConfigMap, Secret and claims; a claim's folder outlives the pod. Sizes, access modes, memory as a medium
-and updates of mounted ConfigMaps are not modelled; of Secrets they are. Nothing is inherited from whoever runs the test.
+An image is this checkout and its environment, read-only, under `/opt/pipelinerl`, with the user, working folder and variables
+of the Dockerfile. PATH and PYTHONPATH name the checkout and its environment instead. CC, which only the image has, is left out,
+and so are the machine's compilers. Nothing is inherited from whoever runs the test.
+Volumes are emptyDir, ConfigMap, Secret and claims; a claim's folder outlives the pod. Sizes, access modes, memory as a medium,
+references to variables and updates of mounted ConfigMaps are not modelled; updates of Secrets are.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import os
 import re
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from tests.chart.rendering import Rendered
+from tests.chart.rendering import NAMESPACE, SERVICES, Rendered
 from tests.cluster.api_server import ApiServer
-from tests.cluster.container import Container
-from tests.cluster.images import Image, absent_files, image_environment, image_files, image_of, image_paths
 from tests.cluster.objects import ClusterError, Object
-from tests.cluster.pod import Pod
+from tests.cluster.pod import Container, Pod
 from tests.faults.network import PrivateNetwork
+from tests.images.dockerfile import DOCKERFILES, ROOT, Stage, read_dockerfile
 
 TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
-NETWORK_NAMESPACES = "/var/run/netns"
+SOURCE_INSIDE, ENVIRONMENT_INSIDE = "/opt/pipelinerl/source", "/opt/pipelinerl/environment"
+"""Not where they are on the machine: a checkout below /tmp would be hidden by the volume that pods have there."""
+USER = 10001
+COMPILERS = ("*gcc*", "*g++*", "cc", "c++", "c89*", "c99*", "*cpp*", "clang*", "ld", "ld.bfd", "ld.gold", "as")
 DEFAULT_MODE = 0o644
-_REFERENCE = re.compile(r"\$(?:\$|\(([^)]*)\))")
-_KEYED = re.compile(r"metadata\.labels\['([^']+)'\]")
+_LABEL = re.compile(r"metadata\.labels\['([^']+)'\]")
 
 
 @dataclass(frozen=True)
-class Volume:
-    """`folder` on this machine. What the API server fills cannot be written to, whatever the mount says."""
+class Image:
+    """`init`: the entry point is tini, which stays the first process."""
 
-    folder: Path
-    read_only: bool
+    init: bool = False
+    user: int = 0
+    group: int = 0
+    workdir: str = "/"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@functools.cache
+def image_of(reference: str) -> Image:
+    name = reference.partition("@")[0].rpartition("/")[2].partition(":")[0]
+    if name not in SERVICES:
+        return Image()  # the manifest names the program
+    file = read_dockerfile(DOCKERFILES[name])
+    stages = {stage.name: stage for stage in file.stages}
+    made_from = [file.final]
+    while (base := Template(made_from[0].base).safe_substitute(FLAVOUR="cpu")) in stages:
+        made_from.insert(0, stages[base])
+    whole = Stage("", "", [instruction for stage in made_from for instruction in stage.instructions])
+    user, _, group = whole.last("USER").partition(":")
+    environment = {name: value for name, value in whole.pairs("ENV").items() if name not in ("PATH", "CC")}
+    return Image(whole.exec_form("ENTRYPOINT") == ["tini", "--"], int(user), int(group), whole.last("WORKDIR"), environment)
+
+
+@functools.cache
+def compilers() -> list[str]:
+    folders = (Path("/usr/bin"), Path("/usr/local/bin"))
+    return sorted({str(path) for folder in folders for pattern in COMPILERS for path in folder.glob(pattern)})
+
+
+def image_paths() -> dict[str, str]:
+    """Folders of this machine that the containers see, and where: the checkout, the virtual environment, its interpreter."""
+    interpreter = Path(os.path.realpath(sys.executable)).parents[1]
+    own = {Path(sys.base_prefix).resolve(), interpreter} - {Path("/usr"), Path("/")}
+    inside = {str(ROOT): SOURCE_INSIDE, str(Path(sys.prefix).resolve()): ENVIRONMENT_INSIDE}
+    return {str(path): str(path) for path in sorted(own)} | inside
+
+
+def image_files(pod: Pod, nameserver: str) -> dict[str, str]:
+    """Files that the image or the kubelet brings. Users: root, and the one that the Dockerfiles make."""
+    return {
+        "/etc/passwd": f"root:x:0:0:root:/root:/bin/sh\npipelinerl:x:{USER}:{USER}::/nonexistent:/usr/sbin/nologin\n",
+        "/etc/group": f"root:x:0:\npipelinerl:x:{USER}:\n",
+        "/etc/hostname": f"{pod.name}\n",
+        "/etc/hosts": f"127.0.0.1 localhost\n::1 localhost\n{pod.ip} {pod.name}\n",
+        "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+        "/etc/resolv.conf": f"search {NAMESPACE}.svc.cluster.local svc.cluster.local cluster.local\n"
+        f"nameserver {nameserver}\noptions ndots:5\n",
+    }
 
 
 @dataclass(frozen=True)
@@ -44,46 +97,43 @@ class PodBuilder:
     """`folder` takes volumes, claims and logs; `api_ip`: where pods find the API server."""
 
     rendered: Rendered
-    namespace: str
     folder: Path
     network: PrivateNetwork
     api: ApiServer
     api_ip: str
-    images: Mapping[str, Image]
 
     def build(self, manifest: Object, changed: Callable[[], None]) -> Pod:
         """Raises `ClusterError` where a real pod would wait for ever."""
         pod = Pod(manifest, str(uuid.uuid4()), self.network.add(), changed)
-        folder, spec = self._folder(pod), manifest["spec"]
+        spec = manifest["spec"]
         if spec.get("enableServiceLinks", True):
             raise ClusterError(f"pod {pod.name}: links to Services are not modelled; set enableServiceLinks: false")
         volumes = self._volumes(pod)
 
-        def container(entry: Object, always: bool) -> Container:
-            image, own = image_of(entry["image"], self.images), folder / entry["name"]
+        def container(entry: Object, default_policy: str) -> Container:
+            image, own = image_of(entry["image"]), self._folder(pod) / entry["name"]
             own.mkdir()
-            options, launch = privileges(image, manifest, entry), self._launch(entry, pod, image, volumes)
-            namespace = f"{NETWORK_NAMESPACES}/{pod.place.namespace}"
-            return Container(entry, manifest, pod.ip, namespace, options, launch, own, changed, always)
+            always = entry.get("restartPolicy", default_policy) == "Always"
+            launch = self._launch(entry, pod, image, volumes)
+            return Container(entry, manifest, pod.place, privileges(image, manifest, entry), launch, own, changed, always)
 
-        pod.init = [container(entry, entry.get("restartPolicy") == "Always") for entry in spec.get("initContainers", [])]
-        pod.main = [container(entry, spec.get("restartPolicy", "Always") == "Always") for entry in spec["containers"]]
+        pod.init = [container(entry, "") for entry in spec.get("initContainers", [])]
+        pod.main = [container(entry, spec.get("restartPolicy", "Always")) for entry in spec["containers"]]
         return pod
 
     # --- volumes -------------------------------------------------------------------------------------------------
 
-    def _volumes(self, pod: Pod) -> dict[str, Volume]:
-        folder = self.volume_folder(pod, "")
+    def _volumes(self, pod: Pod) -> dict[str, tuple[Path, bool]]:
+        """By name: the folder on this machine, and whether it is read-only, as what the API server fills is."""
+        folder, spec = self.volume_folder(pod, ""), pod.manifest["spec"]
         folder.mkdir(parents=True)
-        spec = pod.manifest["spec"]
-        group = (spec.get("securityContext") or {}).get("fsGroup")
-        volumes = {volume["name"]: self._volume(volume, folder / volume["name"], group) for volume in spec.get("volumes", [])}
+        volumes = {volume["name"]: self._volume(volume, folder / volume["name"], pod) for volume in spec.get("volumes", [])}
         account = spec.get("serviceAccountName", "default")
         mounts_token = (self.rendered.find("ServiceAccount", account) or {}).get("automountServiceAccountToken", True)
         if spec.get("automountServiceAccountToken", mounts_token):
-            files = {"token": self.api.token_of(account), "ca.crt": self.api.ca, "namespace": self.namespace.encode()}
-            _write_atomically(folder / "kube-api-access", files, group)
-            volumes[TOKEN_FOLDER] = Volume(folder / "kube-api-access", read_only=True)
+            files = {"token": self.api.token_of(account), "ca.crt": self.api.ca, "namespace": NAMESPACE.encode()}
+            _write_atomically(folder / "kube-api-access", files, _group_of(pod))
+            volumes[TOKEN_FOLDER] = folder / "kube-api-access", True
         return volumes
 
     def refresh_secrets(self, pods: Iterable[Pod]) -> None:
@@ -92,7 +142,7 @@ class PodBuilder:
             for volume in pod.manifest["spec"].get("volumes", []):
                 folder = self.volume_folder(pod, volume["name"])
                 if "secret" in volume and (files := self._files(volume)) != _shown(folder):
-                    _write_atomically(folder, files, (pod.manifest["spec"].get("securityContext") or {}).get("fsGroup"))
+                    _write_atomically(folder, files, _group_of(pod))
 
     def volume_folder(self, pod: Pod, volume: str) -> Path:
         return self._folder(pod) / "volumes" / volume
@@ -100,8 +150,9 @@ class PodBuilder:
     def _folder(self, pod: Pod) -> Path:
         return self.folder / f"{pod.name}-{pod.uid[:8]}"
 
-    def _volume(self, volume: Mapping[str, Any], folder: Path, group: int | None) -> Volume:
+    def _volume(self, volume: Mapping[str, Any], folder: Path, pod: Pod) -> tuple[Path, bool]:
         """Raises `ClusterError` where what it shows is missing."""
+        group = _group_of(pod)
         if "persistentVolumeClaim" in volume:
             name = volume["persistentVolumeClaim"]["claimName"]
             folder = self.folder / "claims" / name
@@ -112,20 +163,17 @@ class PodBuilder:
             folder.chmod(0o777)
         else:
             _write_atomically(folder, self._files(volume), group)
-            return Volume(folder, read_only=True)
+            return folder, True
         if group is not None:  # read and write on all that is there, and new files inherit the group
             for path in (folder, *folder.rglob("*")):
                 if not path.is_symlink():
                     os.chown(path, -1, group)
                     path.chmod(path.stat().st_mode | (0o2770 if path.is_dir() else 0o660))
-        return Volume(folder, read_only=False)
+        return folder, False
 
     def _files(self, volume: Mapping[str, Any]) -> dict[str, bytes]:
-        (source_kind,) = volume.keys() - {"name"}
-        source = volume[source_kind]
-        if source_kind not in ("configMap", "secret") or "defaultMode" in source:
-            raise ClusterError(f"volume {volume['name']}: {source_kind} {sorted(source)} is not modelled")
-        kind, name = ("ConfigMap", source["name"]) if source_kind == "configMap" else ("Secret", source["secretName"])
+        kind, source = ("Secret", volume["secret"]) if "secret" in volume else ("ConfigMap", volume["configMap"])
+        name = source["secretName" if kind == "Secret" else "name"]
         data = self._data_of(kind, name)
         items = source.get("items") or [{"key": key, "path": key} for key in data]
         if missing := [item["key"] for item in items if item["key"] not in data]:
@@ -137,50 +185,38 @@ class PodBuilder:
         found = self.rendered.find(kind, name)
         if found is None:
             raise ClusterError(f'{kind.lower()} "{name}" not found')
-        data = found.get("data") or {}
-        if kind == "Secret":
-            return {key: base64.b64decode(value, validate=True) for key, value in data.items()}
-        return {key: value.encode() for key, value in data.items()}
+        decode: Callable[[str], bytes] = base64.b64decode if kind == "Secret" else str.encode
+        return {key: decode(value) for key, value in (found.get("data") or {}).items()}
 
     # --- processes -----------------------------------------------------------------------------------------------
 
-    def _launch(self, entry: Object, pod: Pod, image: Image, volumes: Mapping[str, Volume]) -> dict[str, Any]:
-        environment = self._environment(entry, pod, image)
+    def _launch(self, entry: Object, pod: Pod, image: Image, volumes: Mapping[str, tuple[Path, bool]]) -> dict[str, Any]:
+        """The environment: the image's variables, the API server's address, which every pod gets, the container's `env`."""
+        if entry.get("envFrom"):
+            raise ClusterError(f"container {entry['name']}: envFrom is not modelled")
+        path = f"{ENVIRONMENT_INSIDE}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        environment = {"PATH": path, "PYTHONPATH": SOURCE_INSIDE, "HOME": "/", **image.environment, "HOSTNAME": pod.name}
+        environment |= {"KUBERNETES_SERVICE_HOST": self.api_ip, "KUBERNETES_SERVICE_PORT": "443"}
+        environment |= {variable["name"]: self._value(variable, pod) for variable in entry.get("env") or []}
         return {
             "hostname": pod.name,
             "image_paths": image_paths(),
-            "absent": absent_files(image),
-            "files": image_files(pod.name, pod.ip, self.network.host, self.namespace),
+            "absent": compilers(),
+            "files": image_files(pod, self.network.host),
             "mounts": _mounts(entry, volumes),
             "read_only_root": bool((entry.get("securityContext") or {}).get("readOnlyRootFilesystem")),
             "init": image.init and not entry.get("command"),
-            "workdir": entry.get("workingDir", image.workdir),
-            "argv": [expanded(part, environment) for part in image.command(entry.get("command"), entry.get("args"))],
+            "workdir": image.workdir,
+            "argv": [*(entry.get("command") or ()), *(entry.get("args") or ())],
             "env": environment,
         }
 
-    def _environment(self, entry: Object, pod: Pod, image: Image) -> dict[str, str]:
-        """The image's variables, the API server's address, which every pod gets, and the container's `env` over them."""
-        if entry.get("envFrom"):
-            raise ClusterError(f"container {entry['name']}: envFrom is not modelled")
-        api = {
-            "KUBERNETES_SERVICE_HOST": self.api_ip,
-            "KUBERNETES_SERVICE_PORT": "443",
-            "KUBERNETES_PORT": f"tcp://{self.api_ip}:443",
-        }
-        own: dict[str, str] = {}
-        for variable in entry.get("env") or []:
-            own[variable["name"]] = self._value(variable, pod, own)
-        return {**image_environment(image), **api, "HOSTNAME": pod.name, **own}
-
-    def _value(self, variable: Mapping[str, Any], pod: Pod, earlier: Mapping[str, str]) -> str:
+    def _value(self, variable: Mapping[str, Any], pod: Pod) -> str:
         source = variable.get("valueFrom")
         if not source:
-            return expanded(str(variable.get("value") or ""), earlier)
+            return str(variable.get("value") or "")
         if "fieldRef" in source:
             return self._field(source["fieldRef"]["fieldPath"], pod)
-        if "secretKeyRef" not in source:
-            raise ClusterError(f"variable {variable['name']}: {sorted(source)} is not modelled")
         reference = source["secretKeyRef"]
         data = self._data_of("Secret", reference["name"])
         if reference["key"] not in data:
@@ -189,14 +225,9 @@ class PodBuilder:
 
     def _field(self, path: str, pod: Pod) -> str:
         """What the downward API says. Raises `ClusterError` for a path that it has not."""
-        known = {
-            "metadata.name": pod.name,
-            "metadata.namespace": self.namespace,
-            "metadata.uid": pod.uid,
-            "status.podIP": pod.ip,
-        }
-        if keyed := _KEYED.fullmatch(path):
+        if keyed := _LABEL.fullmatch(path):
             return str(pod.manifest["metadata"]["labels"].get(keyed[1], ""))
+        known = {"metadata.name": pod.name, "metadata.namespace": NAMESPACE, "metadata.uid": pod.uid, "status.podIP": pod.ip}
         if path not in known:
             raise ClusterError(f"field path {path!r} is not supported by the downward API")
         return known[path]
@@ -218,29 +249,21 @@ def privileges(image: Image, pod: Object, container: Object) -> list[str]:
     return options + (["--no-new-privs"] if context.get("allowPrivilegeEscalation") is False else [])
 
 
-def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """`$(NAME)` becomes the value, `$$` a dollar; a name that is not there stays as it is written."""
-
-    def value(match: re.Match[str]) -> str:
-        return "$" if match[1] is None else variables.get(match[1], match[0])
-
-    return _REFERENCE.sub(value, text)
+def _group_of(pod: Pod) -> int | None:
+    return (pod.manifest["spec"].get("securityContext") or {}).get("fsGroup")
 
 
-def _mounts(entry: Object, volumes: Mapping[str, Volume]) -> list[dict[str, Any]]:
+def _mounts(entry: Object, volumes: Mapping[str, tuple[Path, bool]]) -> list[dict[str, Any]]:
     """Outer folders first."""
     wanted = list(entry.get("volumeMounts") or [])
-    if TOKEN_FOLDER in volumes:
-        wanted.append({"name": TOKEN_FOLDER, "mountPath": TOKEN_FOLDER})
+    wanted += [{"name": TOKEN_FOLDER, "mountPath": TOKEN_FOLDER}] if TOKEN_FOLDER in volumes else []
     mounts = []
     for mount in sorted(wanted, key=lambda mount: len(Path(mount["mountPath"]).parts)):
-        if mount["name"] not in volumes:
-            raise ClusterError(f"container {entry['name']}: volumeMounts: not found: {mount['name']!r}")
-        volume = volumes[mount["name"]]
-        if "subPath" in mount:
-            raise ClusterError(f"container {entry['name']}: subPath is not modelled")
-        read_only = volume.read_only or mount.get("readOnly", False)
-        mounts.append({"source": str(volume.folder), "target": mount["mountPath"], "read_only": read_only})
+        if mount["name"] not in volumes or "subPath" in mount:
+            raise ClusterError(f"container {entry['name']}: volumeMounts: not found, or with a subPath: {mount['name']!r}")
+        folder, read_only = volumes[mount["name"]]
+        read_only = read_only or mount.get("readOnly", False)
+        mounts.append({"source": str(folder), "target": mount["mountPath"], "read_only": read_only})
     return mounts
 
 

@@ -1,11 +1,11 @@
 """A cluster of one node for tests: pods of rendered objects as processes of this machine, each in a network of its own.
 
-    async with mini_cluster(folder, rendered, "train", images) as cluster:
+    async with mini_cluster(folder, rendered) as cluster:
         cluster.start()
         await cluster.until(lambda: cluster.all_ready("actor"), 60, "actors are ready")
 
 What a Deployment, a StatefulSet, a Job of one pod, a Pod, a Service and RBAC mean is modelled; HorizontalPodAutoscaler,
-NetworkPolicy (but see policies.py), PodDisruptionBudget, rolling updates, ordered StatefulSets, cluster IPs, resources and
+NetworkPolicy (but see objects.py), PodDisruptionBudget, rolling updates, ordered StatefulSets, cluster IPs, resources and
 scheduling are not. Linux, root and iproute2 only.
 """
 
@@ -15,22 +15,20 @@ import asyncio
 import datetime
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chart.rendering import COMPONENT, WORKLOADS, Rendered
+from tests.chart.rendering import COMPONENT, NAMESPACE, WORKLOADS, Rendered
 from tests.cluster.api_server import ApiServer
 from tests.cluster.builder import PodBuilder
-from tests.cluster.images import Image
-from tests.cluster.network import DOMAIN, addresses, opened, serve_names
-from tests.cluster.objects import ClusterError, Object, labels_of, name_of, pod_manifest
+from tests.cluster.network import opened, serve_names
+from tests.cluster.objects import ClusterError, Object, Peer, dns_server, labels_of, name_of, pod_manifest, why_not
 from tests.cluster.pod import Pod
-from tests.cluster.policies import Peer, dns_server, why_not
 from tests.faults.network import private_network
 
-API_PORT = 443
+DOMAIN = "svc.cluster.local"
 _TICK_S = 0.1
 _SHOWN_CHARACTERS = 6000
 
@@ -40,8 +38,6 @@ class Cluster:
     """`pods`: those that are there, by name; `gone`: those that were deleted, in order."""
 
     builder: PodBuilder
-    strict: bool = True
-    """A container that ends by itself or that a probe kills, and a call that RBAC refuses, fail what is being waited for."""
     pods: dict[str, Pod] = field(default_factory=dict)
     gone: list[Pod] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -70,13 +66,10 @@ class Cluster:
     def start(self) -> None:
         """Creates what the objects say, all at once, as `helm install` does."""
         self._workloads = self.rendered.of_kind(*WORKLOADS)
-        for claim in self.rendered.of_kind("PersistentVolumeClaim"):
-            self._make_claim(name_of(claim))
-        self.api.scales = {name_of(one): one["spec"] for one in self._workloads}
-        for kind, objects in (("ConfigMap", self.api.configs), ("Secret", self.api.secrets)):
-            objects |= {name_of(one): one.setdefault("data", {}) for one in self.rendered.of_kind(kind)}
-        for pod in self.rendered.of_kind("Pod"):
-            self.create(pod)
+        for item in self.rendered.objects:
+            self.api.keep(item)
+            if item["kind"] == "PersistentVolumeClaim":
+                self._make_claim(name_of(item))
         self._reconcile()
 
     def appeared(self, item: Object) -> None:
@@ -173,18 +166,9 @@ class Cluster:
             raise ClusterError(f"not within {within_s:g} s: {what}\n{self.report()}") from None
 
     def check(self) -> None:
-        """Raises `ClusterError` where a pod cannot start; `strict` says where else."""
-        failures = self.failures + [f"pod {pod.name}: {pod.failure}" for pod in self.pods.values() if pod.failure]
-        if self.strict:
-            failures += self.api.denied
-            for pod in self.pods.values():
-                failures += [
-                    f"pod {pod.name}, container {container.name}: ended with {container.exit_codes}"
-                    f", {container.killed_by_probe} times for a probe"
-                    for container in pod.main
-                    if container.always and container.exit_codes and not pod.deleting
-                ]
-        if failures:
+        """Raises `ClusterError` where a pod cannot start or failed, or RBAC refused a call."""
+        failed = [f"pod {pod.name}: {pod.failure}" for pod in self.pods.values() if pod.failure and not pod.deleting]
+        if failures := [*self.failures, *failed, *self.api.denied]:
             raise ClusterError("\n".join([*failures, self.report()]))
 
     def report(self) -> str:
@@ -192,15 +176,31 @@ class Cluster:
         lines = []
         for pod in [*self.gone, *self.pods.values()]:
             for name, container in pod.containers.items():
-                state = "running" if container.running else f"ended with {container.exit_codes}"
-                lines.append(f"--- {pod.name}/{name}: {state}, ready={container.ready}, restarts={container.restarts}")
+                state = "running" if container.running else f"ended with {container.exit_code}"
+                lines.append(f"--- {pod.name}/{name}: {state}, ready={container.ready}")
                 lines.append(container.logs()[-_SHOWN_CHARACTERS:])
         return "\n".join(lines)
 
     def addresses(self, name: str) -> list[str]:
+        """Of a full name: the ready pods of its Service that are not being deleted, or all where it publishes them.
+
+        A Service resolves to its pods, also one with a cluster IP: its ports are those of its pods (tests/chart). A pod of a
+        StatefulSet has a name of its own in the Service that governs the set.
+        """
         if name == f"kubernetes.default.{DOMAIN}":
             return [self.builder.api_ip]
-        return addresses(name, self.rendered, self.builder.namespace, list(self.pods.values()))
+        host, _, service_name = name.removesuffix(f".{NAMESPACE}.{DOMAIN}").rpartition(".")
+        service = self.rendered.find("Service", service_name)
+        if service is None or not name.endswith(f".{NAMESPACE}.{DOMAIN}"):
+            return []
+        spec = service["spec"]
+        return [
+            pod.ip
+            for pod in self.pods.values()
+            if spec["selector"].items() <= labels_of(pod.manifest).items()
+            and (spec.get("publishNotReadyAddresses") or (pod.ready and not pod.deleting))
+            and host in ("", pod.manifest["spec"].get("hostname"))
+        ]
 
     def forbidden_connections(self) -> list[str]:
         dns = dns_server(self.builder.network.host)
@@ -211,17 +211,19 @@ class Cluster:
         return sorted(wrong - {""})
 
     def _look_at_connections(self) -> None:
-        peers = {pod.ip: Peer(pod.name, pod.ip, self.builder.namespace, pod.manifest) for pod in self.pods.values()}
+        peers = {pod.ip: Peer(pod.name, pod.ip, NAMESPACE, pod.manifest) for pod in self.pods.values()}
         peers[self.builder.api_ip] = Peer("kubernetes", self.builder.api_ip)
         for pod in self.pods.values():
-            self.connections |= {(peers[pod.ip], peers[ip], port) for ip, port in opened(pod) if ip in peers}
+            pid = next((one.pid for one in pod.containers.values() if one.pid), None)
+            ends = opened(pid) if pid else ()
+            self.connections |= {(peers[pod.ip], peers[ip], port) for ip, port in ends if ip in peers}
 
     def _change(self) -> None:
         """Something about a pod is different: whoever waits looks again, the API shows it, the workloads react."""
         for pod in self.pods.values():
             now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             before = self.api.pods.get(pod.name, {}).get("metadata", {}).get("deletionTimestamp", now)
-            self.api.put(pod.as_object(self.builder.namespace, before))
+            self.api.put(pod.as_object(NAMESPACE, before))
         self._changed.set()
         self._changed = asyncio.Event()
         self._reconcile()
@@ -238,21 +240,18 @@ class Cluster:
 
     def _lacking(self, workload: Object) -> Object | None:
         spec, name = workload["spec"], name_of(workload)
-        replicas = spec.get("replicas", 1)
         if workload["kind"] == "Deployment":
-            lacks = len(self._owned(workload)) < replicas
+            lacks = len(self._owned(workload)) < spec.get("replicas", 1)
             suffix = secrets.token_hex(3)
             return pod_manifest(spec["template"], f"{name}-{suffix}", {"pod-template-hash": "0"}) if lacks else None
-        index = next((index for index in range(replicas) if f"{name}-{index}" not in self.pods), None)
-        return None if index is None else self._member(spec, f"{name}-{index}", index)
-
-    def _member(self, spec: Object, name: str, index: int) -> Object:
-        labels = {"statefulset.kubernetes.io/pod-name": name, "apps.kubernetes.io/pod-index": str(index)}
-        labels["controller-revision-hash"] = f"{name.rpartition('-')[0]}-0"
-        manifest = pod_manifest(spec["template"], name, labels)
-        manifest["spec"] |= {"hostname": name, "subdomain": spec["serviceName"]}
+        index = next((index for index in range(spec.get("replicas", 1)) if f"{name}-{index}" not in self.pods), None)
+        if index is None:
+            return None
+        labels = {"apps.kubernetes.io/pod-index": str(index), "controller-revision-hash": f"{name}-0"}
+        manifest = pod_manifest(spec["template"], f"{name}-{index}", labels)
+        manifest["spec"] |= {"hostname": f"{name}-{index}", "subdomain": spec["serviceName"]}
         for template in spec.get("volumeClaimTemplates") or []:
-            claim = f"{name_of(template)}-{name}"
+            claim = f"{name_of(template)}-{name}-{index}"
             self._make_claim(claim)
             if self.rendered.find("PersistentVolumeClaim", claim) is None:
                 metadata = {**template["metadata"], "name": claim}
@@ -293,17 +292,17 @@ class Cluster:
 
 
 @asynccontextmanager
-async def mini_cluster(folder: Path, rendered: Rendered, namespace: str, images: Mapping[str, Image]) -> AsyncIterator[Cluster]:
+async def mini_cluster(folder: Path, rendered: Rendered) -> AsyncIterator[Cluster]:
     """`folder` takes volumes, claims and logs. Nothing runs in it before `start`; nothing is left at the end."""
     async with AsyncExitStack() as stack:
         network = stack.enter_context(private_network())
         api_ip = f"{network.subnet}.200"
         network.answer_at(api_ip)
-        api = ApiServer(rendered, namespace)
+        api = ApiServer(rendered, NAMESPACE)
         (folder / "claims").mkdir(parents=True)
-        cluster = Cluster(PodBuilder(rendered, namespace, folder, network, api, api_ip, images))
+        cluster = Cluster(PodBuilder(rendered, folder, network, api, api_ip))
         api.appeared, api.vanished, api.execute = cluster.appeared, cluster.vanished, cluster.execute
         await stack.enter_async_context(serve_names(cluster.addresses, network.host))
-        await stack.enter_async_context(api.serve(api_ip, API_PORT, folder / "api"))
+        await stack.enter_async_context(api.serve(api_ip, 443, folder / "api"))
         stack.push_async_callback(cluster.stop)
         yield cluster

@@ -12,7 +12,6 @@ import pytest
 
 from tests.chart.rendering import Rendered
 from tests.cluster.cluster import mini_cluster
-from tests.cluster.images import Image
 from tests.cluster.objects import ClusterError
 from tests.faults import network
 
@@ -64,7 +63,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> None:
 async def _why_no_container(folder: Path) -> str:
     container = {"name": "probe", "image": "tool", "command": ["true"]}
     spec = {"restartPolicy": "Never", "enableServiceLinks": False, "containers": [container]}
-    async with mini_cluster(folder, Rendered([]), "default", {"tool": Image()}) as cluster:
+    async with mini_cluster(folder, Rendered([])) as cluster:
         pod = cluster.create({"kind": "Pod", "metadata": {"name": "probe"}, "spec": spec})
         assert pod is not None, cluster.failures
         try:

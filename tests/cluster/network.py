@@ -1,7 +1,6 @@
-"""Names of Services, by a DNS server as pods see it, and the connections that pods have opened.
+"""A DNS server as pods see it, and the connections that they have opened.
 
-A Service resolves to its endpoints, also one with a cluster IP: ports of Services are those of their pods (tests/chart). Only A
-records; names outside the cluster do not exist. Connections are looked at now and then, so short ones may be missed.
+Only A records; names outside the cluster do not exist. Connections are looked at now and then, so short ones may be missed.
 """
 
 from __future__ import annotations
@@ -15,34 +14,10 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import cast
 
-from tests.chart.rendering import Rendered
-from tests.cluster.objects import labels_of
-from tests.cluster.pod import Pod
-
-DOMAIN = "svc.cluster.local"
 _A, _NAME_ERROR, _TTL_S = 1, 3, 1
 _ESTABLISHED, _LISTENING = "01", "0A"
 
 Resolve = Callable[[str], list[str]]
-
-
-def addresses(name: str, rendered: Rendered, namespace: str, pods: list[Pod]) -> list[str]:
-    """Of a full name: those of the ready pods of its Service that are not being deleted, or all where it publishes them.
-
-    A pod of a StatefulSet has a name of its own in the Service that governs the set.
-    """
-    host, _, service_name = name.removesuffix(f".{namespace}.{DOMAIN}").rpartition(".")
-    service = rendered.find("Service", service_name)
-    if service is None or not name.endswith(f".{namespace}.{DOMAIN}"):
-        return []
-    spec = service["spec"]
-    return [
-        pod.ip
-        for pod in pods
-        if spec["selector"].items() <= labels_of(pod.manifest).items()
-        and (spec.get("publishNotReadyAddresses") or (pod.ready and not pod.deleting))
-        and host in ("", pod.manifest["spec"].get("hostname"))
-    ]
 
 
 class DnsProtocol(asyncio.DatagramProtocol):
@@ -83,25 +58,20 @@ async def serve_names(resolve: Resolve, address: str) -> AsyncIterator[None]:
         transport.close()
 
 
-def opened(pod: Pod) -> Iterator[tuple[str, int]]:
-    """Address and port of the other end of each connection that the pod has and has not accepted."""
-    pid = next((one.pid for one in pod.containers.values() if one.pid), None)
-    rows = [row for table in ("tcp", "tcp6") for row in _rows(Path(f"/proc/{pid}/net/{table}"))] if pid else []
-    accepting = {port for (_, port), _, state in rows if state == _LISTENING}
-    for local, other, state in rows:
-        if state == _ESTABLISHED and local[1] not in accepting and not other[0].startswith("127."):
+def opened(pid: int) -> Iterator[tuple[str, int]]:
+    """Address and port of the other end of each connection that the network of a process has and has not accepted."""
+    rows: list[list[str]] = []
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            rows += [line.split() for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]]
+    accepting = {_end_of(row[1])[1] for row in rows if row[3] == _LISTENING}
+    for row in rows:
+        (_, port), other = _end_of(row[1]), _end_of(row[2])
+        if row[3] == _ESTABLISHED and port not in accepting and not other[0].startswith("127."):
             yield other
 
 
-def _rows(table: Path) -> list[tuple[tuple[str, int], tuple[str, int], str]]:
-    """Local end, other end, state."""
-    with suppress(OSError):
-        lines = [line.split() for line in table.read_text().splitlines()[1:]]
-        return [(end_of(words[1]), end_of(words[2]), words[3]) for words in lines]
-    return []
-
-
-def end_of(text: str) -> tuple[str, int]:
+def _end_of(text: str) -> tuple[str, int]:
     words, _, port = text.partition(":")
     raw = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
     address = ipaddress.ip_address(raw)

@@ -63,7 +63,7 @@ def _exit_code_of(child: int) -> int:
 def _make_root(spec: dict[str, Any]) -> None:
     """Order matters: mount points are made while the root can still be written to, and volumes mounted when it cannot."""
     scratch = spec["scratch"]
-    _mount_tmpfs(scratch, "size=64m,mode=755")
+    _mount_tmpfs(scratch)
     for name in ("upper", "work", "root"):
         os.mkdir(f"{scratch}/{name}")
     root = f"{scratch}/root"
@@ -73,18 +73,18 @@ def _make_root(spec: dict[str, Any]) -> None:
     covered = _cover(root)
     for source, target in spec["image_paths"].items():
         _bind(source, root + target, read_only=True)
-    os.makedirs(_inside(root, spec["workdir"]), exist_ok=True)
+    os.makedirs(root + spec["workdir"], exist_ok=True)
     for path, text in spec["files"].items():
         Path(root + path).unlink(missing_ok=True)  # whatever link or file of the machine is there
         Path(root + path).write_text(text)
     _mount_kernel_file_systems(root)
     for mount in spec["mounts"]:
-        _make_mount_point(mount["source"], _inside(root, mount["target"]))
+        _make_mount_point(mount["source"], root + mount["target"])
     if spec["read_only_root"]:
         for path in (*covered, root):
             _mount("-o", "remount,bind,ro", path)
     for mount in spec["mounts"]:
-        _bind(mount["source"], _inside(root, mount["target"]), read_only=mount["read_only"])
+        _bind(mount["source"], root + mount["target"], read_only=mount["read_only"])
     os.chdir(root)
     subprocess.run(("pivot_root", ".", "."), check=True)
     subprocess.run(("umount", "--lazy", "."), check=True)
@@ -96,13 +96,13 @@ def _cover(root: str) -> list[str]:
     covered = []
     for name in sorted({*os.listdir("/"), *(path for path in EMPTY if "/" not in path)}):
         path = f"{root}/{name}"
-        if name in SYSTEM or name in ("proc", "sys", "dev") or os.path.islink(f"/{name}"):
+        if name in (*SYSTEM, "proc", "sys", "dev") or os.path.islink(f"/{name}"):
             continue
         if os.path.isfile(f"/{name}"):
             os.unlink(path)
             continue
         os.makedirs(path, exist_ok=True)
-        _mount_tmpfs(path, "size=64m,mode=755")
+        _mount_tmpfs(path)
         covered.append(path)
     for name in EMPTY:
         os.makedirs(f"{root}/{name}", exist_ok=True)
@@ -115,13 +115,13 @@ def _mount_kernel_file_systems(root: str) -> None:
     _mount("-t", "proc", "-o", "nosuid,nodev,noexec", "proc", f"{root}/proc")
     _mount("--bind", "/sys", f"{root}/sys")
     _mount("-o", "remount,bind,ro", f"{root}/sys")
-    _mount_tmpfs(f"{root}/dev", "size=1m,mode=755")
+    _mount_tmpfs(f"{root}/dev")
     for name in DEVICES:
         _bind(f"/dev/{name}", f"{root}/dev/{name}", read_only=False)
     for name, target in {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}.items():
         os.symlink(f"/proc/self/{target}", f"{root}/dev/{name}")
     os.mkdir(f"{root}/dev/shm")
-    _mount_tmpfs(f"{root}/dev/shm", "size=64m,mode=1777")
+    _mount_tmpfs(f"{root}/dev/shm", mode=1777)
 
 
 def _bind(source: str, target: str, *, read_only: bool) -> None:
@@ -139,18 +139,8 @@ def _make_mount_point(source: str, target: str) -> None:
         Path(target).touch()
 
 
-def _inside(root: str, path: str) -> str:
-    at = root
-    for part in Path(path).parts[1:]:
-        at = f"{at}/{part}"
-        if os.path.islink(at):
-            target = os.readlink(at)
-            at = _inside(root, target) if target.startswith("/") else os.path.normpath(f"{os.path.dirname(at)}/{target}")
-    return at
-
-
-def _mount_tmpfs(target: str, options: str) -> None:
-    _mount("-t", "tmpfs", "-o", options, "tmpfs", target)
+def _mount_tmpfs(target: str, mode: int = 755) -> None:
+    _mount("-t", "tmpfs", "-o", f"size=64m,mode={mode}", "tmpfs", target)
 
 
 def _mount(*arguments: str) -> None:
