@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.images import bytecode, local_pip
+from deploy.images import local_pip
 from tests.chart.cases import rendered_case
 from tests.chart.rendering import CHART, HELM
 from tests.images.dockerfile import ROOT
@@ -39,12 +39,10 @@ def build(folder: Path, variables: dict[str, str]) -> subprocess.CompletedProces
     ("variables", "service", "said", "unsaid"),
     [
         ({}, "actor", [f"--tag pipelinerl/actor:{VERSION} ", "--build-arg FLAVOUR=cuda", OF_VERSION], "BASE_IMAGE"),
-        ({}, "trainer", ["--build-arg FLAVOUR=cuda", OF_VERSION], "BASE_IMAGE"),
-        ({}, "verifier", [OF_VERSION], "FLAVOUR"),
         (OURS, "actor", ["--tag registry.example.org/pipelinerl/actor:7-cpu ", "--build-arg BASE_IMAGE=debian:"], "cuda"),
         (OURS, "verifier", ["verifier:7 ", "verifier:7-cpu ", "BASE_IMAGE=debian:"], "FLAVOUR"),
         ({"BASE_IMAGE": "example/cuda:1"}, "trainer", ["BASE_IMAGE=example/cuda:1"], "debian"),
-        ({"BASE_IMAGE": "example/cuda:1"}, "verifier", [], "BASE_IMAGE"),  # a CUDA base is not the verifier's
+        ({"BASE_IMAGE": "example/cuda:1"}, "verifier", [OF_VERSION], "BASE_IMAGE"),  # a CUDA base is not the verifier's
     ],
 )
 def test_a_builder_is_asked_for(tmp_path: Path, variables: dict[str, str], service: str, said: list[str], unsaid: str) -> None:
@@ -52,19 +50,8 @@ def test_a_builder_is_asked_for(tmp_path: Path, variables: dict[str, str], servi
     (call,) = (tmp_path / "calls").read_text().splitlines()
     assert [part for part in said if part not in call] == []
     assert unsaid not in call
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"FLAVOUR": "rocm"}, "FLAVOUR = 'rocm': use cuda or cpu"),
-        ({"ENGINE": "no-such-builder"}, "no-such-builder not found; install one"),
-    ],
-)
-def test_what_cannot_be_built_is_said(tmp_path: Path, variables: dict[str, str], message: str) -> None:
-    done = build(tmp_path, variables)
-    assert done.returncode == 1
-    assert message in done.stderr
+    refused = build(tmp_path, {"FLAVOUR": "rocm"})
+    assert (refused.returncode, "FLAVOUR = 'rocm': use cuda or cpu" in refused.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -159,38 +146,10 @@ def test_triton_builds_its_driver_where_no_compiler_is(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (prebuilt,) = (environment / "lib" / "prebuilt-cc").glob("*.so")
     assert Path(done.stdout.strip()).read_bytes() == prebuilt.read_bytes()
-
-
-def test_another_source_is_refused_with_its_name(tmp_path: Path) -> None:
-    source = tmp_path / "other.c"
-    source.write_text("int main(void) { return 0; }")
-    command = [IMAGES / "prebuilt-cc", source, "-O3", "-o", tmp_path / "other.so"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert f"no C compiler, and {source} is not one of the files" in done.stderr
+    (source := tmp_path / "other.c").touch()
+    other = [bin_folder / "prebuilt-cc", source, "-O3", "-o", tmp_path / "other.so"]
+    assert f"{source} is not one of the files" in subprocess.run(other, capture_output=True, text=True).stderr
     assert not (tmp_path / "other.so").exists()
-
-
-def test_bytecode_of_what_is_loaded_needs_no_source_to_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "shop" / "tests").mkdir(parents=True)
-    (tmp_path / "shop" / "__init__.py").write_text("from shop import till\n")
-    (tmp_path / "shop" / "till.py").write_text("open = True\n")
-    (tmp_path / "shop" / "cellar.py").write_text("dark = True\n")
-    (tmp_path / "shop" / "fast.pyx").touch()
-    monkeypatch.setattr(bytecode, "SITE", tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-
-    bytecode.remove_unread()
-    bytecode.compile_loaded(["shop"])
-    for name in ("shop", "shop.till"):
-        monkeypatch.delitem(sys.modules, name)
-
-    compiled = list(tmp_path.rglob("*.pyc"))
-    assert sorted(path.name.split(".")[0] for path in compiled) == ["__init__", "till"]
-    assert {path.read_bytes()[4:8] for path in compiled} == {b"\x01\x00\x00\x00"}  # PEP 552: checked by nobody
-    left = {path.name for path in (tmp_path / "shop").iterdir()}
-    assert left - {"__pycache__"} == {"__init__.py", "cellar.py", "till.py"}
 
 
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))["jobs"]
@@ -211,18 +170,6 @@ def test_a_release_pushes_every_image_that_the_chart_names() -> None:
     named = {container["image"] for pod in pods for container in pod.containers if container["name"] != "nats"}
     assert named <= pushed
     assert len(pushed) == 6
-
-
-@pytest.mark.parametrize(("tag", "code"), [("v0.1.0", 0), ("v9.9.9", 1)])
-def test_a_release_needs_a_tag_that_is_the_version(tag: str, code: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "GITHUB_REF_NAME": tag, "GITHUB_OUTPUT": str(tmp_path / "output")}
-    script = step("version", "The tag is")
-    done = subprocess.run(["bash", "-ec", script], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == code, done.stdout
-    if code == 0:
-        assert (tmp_path / "output").read_text() == "version=0.1.0\n"
-    else:
-        assert "pyproject.toml: version is not 9.9.9" in done.stdout
 
 
 def test_a_released_chart_takes_the_released_images(tmp_path: Path) -> None:
