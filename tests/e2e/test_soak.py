@@ -1,10 +1,13 @@
-"""Long runs with vLLM engines that are killed and frozen in every phase of a weight update, and a recipe that still learns."""
+"""Long runs with vLLM engines: every service, every signal, every point of a run, and recipes that still learn."""
 
 import asyncio
+import json
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.faults.matrix import POINTS, SERVICES, SIGNALS, Fault, Survived, run_under_fire, write_recipe
 from tests.support.runs import PARITY_NATS, audit, ledger_adds_up, settings, started_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(1800)]
@@ -39,3 +42,27 @@ async def test_the_default_recipe_learns_with_one_actor_then_three_then_one(tmp_
     assert ledger_adds_up(summary["sequences"])
     assert 0 <= summary["logprob_mismatch_max"] <= PARITY_NATS
     audit(run.run_dir)
+
+
+@pytest.mark.parametrize("kind", SIGNALS)
+@pytest.mark.parametrize("service", SERVICES)
+async def test_a_run_survives_this_at_every_point(
+    service: str, kind: str, tmp_path: Path, tiny_model: Path, request: pytest.FixtureRequest
+) -> None:
+    """It goes on, ends, and its ledger adds up. The idle point comes first: it is only at the start."""
+    faults = [Fault(service, kind, point) for point in POINTS]
+    run_dir, survived = await run_under_fire(tmp_path, write_recipe(tmp_path, tiny_model, len(faults)), faults)
+    audit(run_dir.path)
+    if table := request.config.getoption("--fault-table"):
+        keep(Path(table), survived)
+
+
+def keep(path: Path, survived: list[Survived]) -> None:
+    """Adds to the table of recovery times, or replaces what it has of the same fault."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    fault = survived[0].fault
+    name = {"service": fault.service, "signal": fault.signal}
+    others = [row for row in rows if not name.items() <= row.items()]
+    new = {**name, **{one.fault.point: round(one.seconds, 1) for one in survived}}
+    data = {"benchmark": "fault_matrix", "unit": "s", "cpus": os.cpu_count(), "rows": [*others, new]}
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -19,9 +20,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import grpc
+import httpx
 import psutil
 
+from pipelinerl.bus.jetstream import Bus, connect
+from pipelinerl.bus.permissions import ADMIN
 from pipelinerl.commands.run import resume
+from pipelinerl.errors import ServiceError
 from pipelinerl.local.ending import Ending
 from pipelinerl.local.processes import Restarts, session_pids
 from pipelinerl.local.progress import open_display
@@ -29,8 +35,10 @@ from pipelinerl.local.runner import LocalRun
 from pipelinerl.local.services import COMMANDS
 from pipelinerl.recipe.loading import load_recipe
 from pipelinerl.run_dir import RunDir, create_run_dir
+from pipelinerl.service.grpc import open_channel
 from pipelinerl.service.retry import Backoff
-from tests.faults.points import POINTS, Watcher
+from pipelinerl.service.settings import read_address
+from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tests.faults.slow import talks
 from tests.support.machine import usual_open_files
 from tests.support.runs import write_tiny_recipe
@@ -38,11 +46,13 @@ from tests.support.runs import write_tiny_recipe
 SERVICES = ("trainer", "actor-0", "verifier", "nats")
 RANK_1 = "rank 1"
 """Of a trainer with several; it may stand for a service in a fault."""
+POINTS = ("idle", "generating", "verifying", "publishing", "optimizer step", "checkpoint write", "weight update")
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP", "restart")
 FROZEN_S, HURRY_S = 20.0, 1.0
 STEPS_BETWEEN = 3
 SURVIVE_WITHIN_S = 600.0
 """Far above what any fault may cost: reached only by something that waits for ever."""
+LOOK_S = 0.005
 ROOT = Path(__file__).parents[2]
 
 
@@ -62,11 +72,6 @@ class Survived:
     """The last one before."""
     seconds: float
     """Until a new process of the service worked and a later step was taken; of a frozen one, from when it went on."""
-
-
-def row(service: str, kind: str) -> list[Fault]:
-    """One service and one signal at every point, the idle one first: it is only at the start."""
-    return [Fault(service, kind, point) for point in POINTS]
 
 
 def some_faults(seed: int) -> list[Fault]:
@@ -153,11 +158,11 @@ def pids_of(run_dir: RunDir) -> dict[str, int]:
 
 
 async def _hit_all(run_dir: RunDir, faults: Sequence[Fault]) -> list[Survived]:
+    return [await _hit(run_dir, fault) for fault in faults]
+
+
+async def _hit(run_dir: RunDir, fault: Fault) -> Survived:
     watcher = Watcher(run_dir)
-    return [await _hit(run_dir, watcher, fault) for fault in faults]
-
-
-async def _hit(run_dir: RunDir, watcher: Watcher, fault: Fault) -> Survived:
     async with _in_time(f"{fault}: its point did not come"):
         await watcher.at(fault.point)
     service = "trainer" if fault.service == RANK_1 else fault.service
@@ -210,3 +215,100 @@ def _pid_of_rank_1(trainer: int) -> int:
     """`trainer`: pid of the process that started the ranks."""
     ranks = psutil.Process(trainer).children(recursive=True)
     return next(rank.pid for rank in ranks if rank.environ().get("RANK") == "1")
+
+
+class Watcher:
+    """When a running system is at a certain point, seen from outside: its servers, its files, its streams. Changes nothing."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+
+    async def at(self, point: str) -> None:
+        """Returns when the run is there; all points but the idle one come after a first step."""
+        while point != "idle" and not self.step():
+            await asyncio.sleep(LOOK_S * 10)
+        if point == "publishing":  # others of the batch are on their way
+            async with self._bus() as bus:
+                before = (await bus.sequences_info()).last_position
+                while (await bus.sequences_info()).last_position == before:
+                    await asyncio.sleep(0)
+        elif point == "weight update":
+            async with self._bus() as bus, bus.watch_control(["announce"]) as messages:
+                await anext(messages)  # the last one
+                await anext(messages)
+        elif point == "verifying":
+            before = None
+            while (count := await self._verifier("requests_total")) is None or before is None or count <= before:
+                before = count if count is not None else before
+                await asyncio.sleep(LOOK_S)
+        else:
+            is_there, look_s = {
+                "idle": (lambda: self._trainer_is(trainer_pb2.TRAINER_PHASE_WAITING_FOR_ACTORS), LOOK_S),
+                "generating": (self._generates, LOOK_S),
+                "optimizer step": (lambda: self._trainer_is(trainer_pb2.TRAINER_PHASE_TRAINING), 0.0),
+                "checkpoint write": (self._writes_checkpoint, 0.0),
+            }[point]
+            while not await is_there():
+                await asyncio.sleep(look_s)
+
+    def step(self) -> int:
+        path = self.run_dir.metrics
+        lines = path.read_bytes().splitlines() if path.is_file() else []
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError):  # it is being written
+                return int(json.loads(line)["step"])
+        return 0
+
+    async def serving(self, name: str) -> bool:
+        if name.startswith("actor"):
+            state = await self._actor(name)
+            return state is not None and state.phase == actor_pb2.ACTOR_PHASE_SERVING
+        if name == "trainer":
+            return await self._trainer() is not None
+        if name == "verifier":
+            return await self._verifier("workers") is not None
+        return self.run_dir.address("nats").is_file()
+
+    async def _trainer_is(self, phase: trainer_pb2.TrainerPhase) -> bool:
+        status = await self._trainer()
+        return status is not None and status.phase == phase
+
+    async def _generates(self) -> bool:
+        state = await self._actor("actor-0")
+        return state is not None and state.sequences_in_progress > 0
+
+    async def _writes_checkpoint(self) -> bool:
+        return any(self.run_dir.checkpoints.glob(".step-*"))
+
+    def _bus(self) -> contextlib.AbstractAsyncContextManager[Bus]:
+        url = str(json.loads(self.run_dir.address("nats").read_bytes())["url"])
+        own = self.run_dir.credentials
+        return connect(url, self.run_dir.name, name="test", credentials=own.nats(ADMIN), tls_dir=own.tls_dir)
+
+    def _channel(self, name: str) -> grpc.aio.Channel:
+        return open_channel(read_address(self.run_dir.address(name)).grpc, self.run_dir.credentials.tls_dir)
+
+    # None while they do not answer, or have not written their address:
+
+    async def _trainer(self) -> trainer_pb2.TrainerStatus | None:
+        with contextlib.suppress(grpc.aio.AioRpcError, ServiceError):
+            async with self._channel("trainer") as channel:
+                stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+                return await stub.GetStatus(trainer_pb2.GetStatusRequest(), timeout=2)
+        return None
+
+    async def _actor(self, name: str) -> actor_pb2.ActorState | None:
+        with contextlib.suppress(grpc.aio.AioRpcError, ServiceError):
+            async with self._channel(name) as channel:
+                stub = actor_pb2_grpc.ActorServiceStub(channel)
+                return await stub.GetState(actor_pb2.GetStateRequest(), timeout=2)
+        return None
+
+    async def _verifier(self, metric: str) -> float | None:
+        with contextlib.suppress(httpx.HTTPError, ServiceError):
+            address = read_address(self.run_dir.address("verifier"))
+            async with httpx.AsyncClient(timeout=2) as client:
+                text = (await client.get(f"http://{address.http}/metrics")).text
+            found = re.findall(rf"^pipelinerl_verifier_{metric}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+            return sum(float(value) for value in found)
+        return None
