@@ -155,11 +155,6 @@ def test_triton_builds_its_driver_where_no_compiler_is(tmp_path: Path) -> None:
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))["jobs"]
 
 
-def step(job: str, name: str) -> str:
-    (found,) = (one["run"] for one in WORKFLOW[job]["steps"] if one.get("name", "").startswith(name))
-    return str(found)
-
-
 def test_a_release_pushes_every_image_that_the_chart_names() -> None:
     builds = WORKFLOW["images"]["strategy"]["matrix"]["include"]
     version = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))["appVersion"]
@@ -175,7 +170,7 @@ def test_a_release_pushes_every_image_that_the_chart_names() -> None:
 def test_a_released_chart_takes_the_released_images(tmp_path: Path) -> None:
     shutil.copytree(CHART, tmp_path / "deploy" / "helm")
     environment = {**os.environ, "REGISTRY": "ghcr.io/Some/Repository", "PATH": f"{HELM.parent}:{os.environ['PATH']}"}
-    script = step("chart", "Images of this registry")
+    (script,) = (one["run"] for one in WORKFLOW["chart"]["steps"] if one.get("name", "").startswith("Images of this registry"))
     subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=environment, check=True)
     text = (tmp_path / "deploy/helm/values.yaml").read_text(encoding="utf-8")
     assert yaml.safe_load(text)["images"]["registry"] == "ghcr.io/some/repository"
