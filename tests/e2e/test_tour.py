@@ -507,10 +507,6 @@ async def test_ctrl_c_stops_everything_in_order(tour: Tour, stopped: Stopped) ->
     assert (run.run_dir / "checkpoint" / "config.json").exists()
     assert f"--resume {run.run_dir}" in run.said
     await asyncio.to_thread(audit, run.run_dir)
-
-
-async def test_what_was_killed_and_scaled_is_in_the_summary_and_every_version_was_served_exactly(stopped: Stopped) -> None:
-    summary = stopped.summary
     assert summary["restarts"] == {VICTIM: 1, "trainer": 1}
     # That of the killed actor. A join between the last checkpoint and the trainer's death is undone with the steps.
     assert summary["membership"]["joins"] >= 1

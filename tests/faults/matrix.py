@@ -237,9 +237,9 @@ class Watcher:
                 await anext(messages)  # the last one
                 await anext(messages)
         elif point == "verifying":
-            before = None
-            while (count := await self._verifier("requests_total")) is None or before is None or count <= before:
-                before = count if count is not None else before
+            known: float | None = None
+            while (count := await self._verifier("requests_total")) is None or known is None or count <= known:
+                known = count if count is not None else known
                 await asyncio.sleep(LOOK_S)
         else:
             is_there, look_s = {

@@ -21,11 +21,6 @@ def dockerfile(service: str) -> Dockerfile:
     return read_dockerfile(DOCKERFILES[service])
 
 
-def sources(dockerfile: Dockerfile) -> list[str]:
-    copies = [value for value in dockerfile.instruction("COPY") if "--from=" not in value]
-    return [source for value in copies for source in value.split()[:-1]]
-
-
 def test_runs_as_10001_under_tini(service: str, dockerfile: Dockerfile) -> None:
     assert dockerfile.final.last("USER") == "10001:10001"
     assert dockerfile.final.exec_form("ENTRYPOINT") == ["tini", "--"]
@@ -77,7 +72,8 @@ def test_variables_of_the_service_are_fields_of_its_settings(service: str, docke
 
 
 def test_what_is_copied_is_there_and_no_other_service_is(service: str, dockerfile: Dockerfile) -> None:
-    copied = sources(dockerfile)
+    copies = [value for value in dockerfile.instruction("COPY") if "--from=" not in value]
+    copied = [source for value in copies for source in value.split()[:-1]]
     services = [source for source in copied if source.startswith("services/")]
     assert services == ["services/__init__.py", f"services/{service}"]
     assert "pipelinerl" in copied
