@@ -1,43 +1,117 @@
-"""When spans leave a process, where to, and what becomes of them when nobody takes them."""
+"""Traces: how one goes from process to process in headers, when spans leave a process, and what becomes of them when nobody
+takes them; whole traces are the tour's."""
 
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
+from pipelinerl.bus.protocol import NO_HEADERS, LogEntry
 from pipelinerl.errors import UserError
+from pipelinerl.messages.sequences import PolicyVersion, encode_group
+from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import read_settings
-from pipelinerl.telemetry.tracing import TracingSettings, root, tracing
+from pipelinerl.telemetry import attributes as a
+from pipelinerl.telemetry.tracing import TracingSettings, child, headers_of, root, trace_in, trace_of, tracing
+from services.trainer.data.traces import SequenceTraces
 from tests.support.collector import Collector, collecting
+from tests.support.generation import stage
+from tests.support.memory_bus import MemoryServer
+from tests.support.spans import recorded
+from tests.unit.builders import make_group, make_sequence
+from tests.unit.trainer_fakes import desk
 
 CONTEXT = LogContext("run-1", "verifier", "verifier-0")
 COLLECTOR = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+SAMPLED = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
 
-@pytest.fixture(autouse=True)
-def exporters_end() -> Iterator[None]:
+def test_a_trace_goes_through_headers_also_without_a_tracer_where_none_begins() -> None:
+    with recorded() as spans:
+        with root("here") as here:
+            headers = headers_of(trace_of(here))
+        with child(trace_in(headers), "there"):
+            pass
+    assert spans.way(spans.named("there")[0]) == ["here", "there"]
+    with root("never") as span:
+        assert headers_of(trace_of(span)) == {}
+    with child(trace_in({"traceparent": SAMPLED}), "never") as span:
+        assert headers_of(trace_of(span)) == {"traceparent": SAMPLED}
+
+
+@pytest.mark.parametrize("parent", ["", "garbage", SAMPLED[:-1], SAMPLED.replace("a", "0"), "x" * 10_000, SAMPLED[:-2] + "00"])
+def test_what_names_no_sampled_trace_is_followed_by_nothing(parent: str) -> None:
+    with recorded() as spans, child(trace_in({"traceparent": parent}), "never") as span:
+        assert headers_of(trace_of(span)) == {}
+    assert spans.all == ()
+
+
+def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained_it() -> None:
+    group, traces = make_group(num_samples=3), SequenceTraces()
+    books = SequenceTracker(traces.tracked)
+    with recorded() as spans:
+        books.issue(group)
+        with traces.issue(group, group.group_id) as issued:
+            headers = headers_of(trace_of(issued))
+        sequences = [make_sequence(group, index) for index in range(3)]
+        for sequence in sequences[:2]:
+            traces.received(LogEntry(1, b"payload", sequence.sequence_id, headers), sequence)
+        with traces.step(8, [sequence.sequence_id for sequence in sequences[:2]]):
+            books.close(sequences[:1], Outcome.TRAINED, version=8)
+        books.close(sequences[1:], Outcome.DROPPED_STALE, "too old")
+    (trained,), (step,) = spans.named("sequence.train"), spans.named("step.train")
+    assert spans.way(trained) == ["group.issue", "sequence.receive", "sequence.train"]
+    assert [link.context.span_id for link in trained.links] == [step.context.span_id]
+    stale = spans.named("sequence.end")
+    assert [spans.way(span)[:-1] for span in stale] == [["group.issue", "sequence.receive"], ["group.issue"]]
+    assert {(span.attributes or {})[a.REASON] for span in stale} == {"too old"}
+
+
+@pytest.mark.parametrize("sampled", [nullcontext(), recorded(ALWAYS_OFF)], ids=["no tracer", "nothing sampled"])
+async def test_nothing_travels_where_there_is_nothing_to_follow(sampled: AbstractContextManager[object]) -> None:
+    with sampled:
+        async with desk() as one:
+            delivery = await one.bus.next_prompt(5.0)
+    assert delivery.headers == NO_HEADERS
+
+
+async def test_who_goes_on_with_a_group_follows_the_same_trace() -> None:
+    server = MemoryServer()
+    with recorded() as spans:
+        async with stage(server=server) as first, stage(server=server, serve=False) as second:
+            first.engine.open.clear()
+            with root("group.issue") as issued:
+                group = make_group()
+                await first.bus.publish_prompt(encode_group(group), group.group_id, headers_of(trace_of(issued)))
+            await first.until(lambda: first.engine.running == 2)
+            await first.leave()
+            second.gate.serve(PolicyVersion(1, 0))
+            await second.published(2)
+            await second.until(lambda: len(second.held) == 0)
+    generated = spans.named("sequence.generate")
+    assert [spans.way(span) for span in generated] == [["group.issue", "sequence.generate"]] * 4
+    assert [(span.attributes or {}).get(a.CARRIED_TOKENS) for span in generated] == [None, None, 2, 2]
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
     """Threads that still export when a test is over would log into the tests that follow."""
     before = set(threading.enumerate())
-    yield
+    with collecting() as collector:
+        yield collector
     for thread in set(threading.enumerate()) - before:
         if "process_request_thread" in thread.name:
             continue  # of the collector here, which reads until its client's connection is gone
         thread.join(60)
         assert not thread.is_alive(), thread
-
-
-@pytest.fixture
-def collector() -> Iterator[Collector]:
-    with collecting() as collector:
-        yield collector
 
 
 def given(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
@@ -85,18 +159,6 @@ def test_a_password_in_the_endpoint_is_not_logged(monkeypatch: pytest.MonkeyPatc
         pass
     assert "traces are sent to http://127.0.0.1:9 by" in caplog.text
     assert "secret" not in caplog.text
-
-
-def test_a_process_that_does_not_trace_loads_nothing_of_the_sdk() -> None:
-    code = """
-import sys
-from pipelinerl.service.logs import LogContext
-from pipelinerl.telemetry.tracing import tracing
-with tracing(LogContext("r", "s", "i")):
-    loaded = [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))]
-assert not loaded, loaded
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_spans_leave_by_grpc_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
