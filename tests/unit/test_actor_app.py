@@ -30,7 +30,7 @@ from pipelinerl.messages.sequences import (
 )
 from pipelinerl.rl.groups import EVALUATION_SLOTS
 from pipelinerl.service.grpc import serve_grpc
-from pipelinerl.service.lifecycle import Readiness, StartStopped
+from pipelinerl.service.lifecycle import Readiness
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import ActorSettings
 from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
@@ -160,33 +160,6 @@ async def test_a_dead_engine_ends_the_actor_and_its_registration(monkeypatch: py
         assert not members(one.bus)
 
 
-async def test_a_stop_before_the_engine_is_up_is_an_ordinary_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    @asynccontextmanager
-    async def start_engine(*_: object, **more: object) -> AsyncIterator[None]:
-        raise StartStopped("stopped before the engine was up")
-        yield
-
-    monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
-    await app.serve(settings(), asyncio.Event(), CONTEXT, start_engine)
-
-
-@asynccontextmanager
-async def waiting_for_nats(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, **changes: object
-) -> AsyncIterator[tuple[asyncio.Event, asyncio.Task[None]]]:
-    """An actor that has tried in vain to reach NATS, 0.2 s at a time; it has to end in the block, where its stop can be set."""
-    monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
-    monkeypatch.setattr(jetstream, "CONNECT_TIMEOUT_S", 0.2)
-    stop = asyncio.Event()
-    start = lambda *_, **__: nullcontext(ScriptedEngine())  # noqa: E731
-    actor = asyncio.create_task(app.serve(settings().model_copy(update=changes), stop, CONTEXT, start))
-    async with asyncio.timeout(60):
-        while "cannot connect, trying again: cannot connect to NATS" not in caplog.text:
-            await asyncio.sleep(0.01)
-        yield stop, actor
-        await actor
-
-
 @pytest.mark.parametrize("reachable", [True, False])
 async def test_an_actor_registers_while_its_engine_starts_and_when_it_can_be_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reachable: bool
@@ -223,25 +196,24 @@ async def test_an_actor_registers_while_its_engine_starts_and_when_it_can_be_cal
             await app.serve(own, stop, CONTEXT, start_engine)
 
 
-async def test_an_actor_that_is_up_before_nats_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("nats_comes", [True, False])
+async def test_an_actor_that_is_up_before_nats_waits_for_it_or_for_its_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nats_comes: bool
 ) -> None:
-    address_file = tmp_path / "address.json"
+    monkeypatch.setattr(app, "load_recipe", lambda _: make_recipe())
+    monkeypatch.setattr(jetstream, "CONNECT_TIMEOUT_S", 0.2)
+    stop, address_file = asyncio.Event(), tmp_path / "address.json"
+    start = lambda *_, **__: nullcontext(ScriptedEngine())  # noqa: E731
     with held_port() as port:
-        changes = {"nats_url": f"nats://127.0.0.1:{port}", "address_file": address_file}
-        async with waiting_for_nats(monkeypatch, caplog, **changes) as (stop, actor):
-            with NatsServer(tmp_path / "nats", port):
-                while not address_file.exists():
+        own = settings().model_copy(update={"nats_url": f"nats://127.0.0.1:{port}", "address_file": address_file})
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            tasks.create_task(app.serve(own, stop, CONTEXT, start))
+            while "cannot connect, trying again: cannot connect to NATS" not in caplog.text:
+                await asyncio.sleep(0.01)
+            with NatsServer(tmp_path / "nats", port) if nats_comes else nullcontext():
+                while nats_comes and not address_file.exists():
                     await asyncio.sleep(0.01)
                 stop.set()
-                await actor
-
-
-async def test_a_stop_is_heard_while_an_actor_waits_for_nats(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with waiting_for_nats(monkeypatch, caplog, nats_url="nats://127.0.0.1:1") as (stop, _):
-        stop.set()
 
 
 # What it answers over gRPC, asked by the trainer's own client.

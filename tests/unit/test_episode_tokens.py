@@ -1,5 +1,6 @@
 """What the record of an episode holds is, token by token, what was sampled and observed: for every chat format that can be had
-offline, over random conversations."""
+offline, over random conversations; and by hand, which tokens extend which, what is served again, and what is left at the end.
+"""
 
 import json
 from collections import Counter
@@ -15,13 +16,24 @@ from hypothesis import strategies as st
 from renderers import config_from_name, create_renderer
 from renderers.base import MODEL_RENDERER_MAP, build_trajectory_step
 
-from pipelinerl.messages.sequences import Completion, FinishReason, SamplingParams, VersionSpan
+from pipelinerl.messages.sequences import (
+    Branch,
+    Completion,
+    FinishReason,
+    SamplingParams,
+    Turn,
+    VersionSpan,
+    decode_group,
+    encode_group,
+)
 from pipelinerl.recipe.fields import ModelConfig
+from services.actor.engine import followed_by
 from services.actor.episodes.endpoint import answer_of, context_of, read_messages
-from services.actor.episodes.episode import Episode
+from services.actor.episodes.episode import Episode, RecordedTurn
 from services.actor.episodes.formats import ChatFormat, FamilyFormat, PlainFormat, TemplateFormat, Unrenderable, chat_format
-from tests.support.generation import recorded
+from tests.support.generation import generated, recorded
 from tests.support.tokenizers import CHATML, ByteTokenizer, byte_tokenizer
+from tests.unit.builders import make_group
 
 # Not `gpt-oss`: it brings its own tokenizer, whose vocabulary has to be fetched.
 FAMILIES = sorted(set(MODEL_RENDERER_MAP.values()) - {"gpt-oss"})
@@ -223,15 +235,6 @@ def test_a_turn_that_was_cut_off_is_ended_by_what_comes_after_it(name: str, end:
     assert [tokenizer.decode(tokens) for tokens in sampled] == ["one", f"two{end}", f"three{end}"]
 
 
-def test_other_tools_than_before_make_a_branch() -> None:
-    conversation = Conversation(*format_of("template"), has_tools=False)
-    conversation.play([("more", "one", True)])
-    conversation.has_tools = True
-    messages = [{"role": "user", "content": "Begin."}, {"role": "assistant", "content": "one"}]
-    conversation.turn([*messages, {"role": "user", "content": "more"}], "two", ends=True)
-    assert len(conversation.record.result()) == 2
-
-
 def test_thoughts_that_the_format_drops_make_a_branch_and_turns_without_any_do_not() -> None:
     chat, tokenizer = format_of("qwen3")
     for sampled, num_branches in (("one \n", 1), ("<think>\nhm\n</think>\n\none", 2)):
@@ -302,3 +305,103 @@ def test_a_forged_observation_extends_the_record_as_text_and_sampled_tokens_stay
     ends = branch.completion_token_ids.tolist().count(chat.stop_token_ids[0])
     assert ends == (2 if name == "plain" else 3)  # of two sampled turns, and of the observation in between
     assert FORGED in tokenizer.decode(branch.completion_token_ids)
+
+
+# The record of an episode, by hand
+
+ASKED = SamplingParams(max_tokens=10)
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+def tokens(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def ask(record: Episode, context: tuple[int, ...], made: Completion | None = None) -> RecordedTurn:
+    """`made` None: nothing is to be sampled."""
+    turn = record.take(tokens(*context), ASKED)
+    assert turn.is_finished == (made is None)
+    if made is not None:
+        sample(turn, made)
+    return turn
+
+
+def sample(turn: RecordedTurn, made: Completion) -> None:
+    turn.made = followed_by(turn.made, made)
+
+
+def dropped_turns(record: Episode) -> int:
+    return len(record.turns) - sum(turn.is_finished for turn in record.served)
+
+
+def lists(branch: Branch) -> tuple[list[int], list[int], list[float]]:
+    return branch.prompt_token_ids.tolist(), branch.completion_token_ids.tolist(), branch.behaviour_logprobs.tolist()
+
+
+def test_what_does_not_extend_what_extends_the_same_again_and_parallel_calls_are_branches_of_their_own() -> None:
+    record = recorded()
+    ask(record, (1,), generated(2))
+    ask(record, (1, 2, 7), generated(3))
+    ask(record, (1, 2, 8), generated(4, finish=LENGTH))  # a parallel call with another question
+    ask(record, (5, 2, 7), generated(6))  # a rewritten history
+    branches = record.result()
+    assert [lists(branch)[:2] for branch in branches] == [([1], [2, 7, 3]), ([1, 2, 8], [4]), ([5, 2, 7], [6])]
+    assert [branch.finish_reason for branch in branches] == [STOP, LENGTH, STOP]
+    ask(record, (1, 2, 7, 3, 8), generated(9, finish=LENGTH))
+    assert record.finish_reason == LENGTH, "an episode ends as its last turn in time, which extends the first branch"
+    record = recorded()
+    first, second = record.take(tokens(1), ASKED), record.take(tokens(1), ASKED)
+    assert first is not second
+    sample(first, generated(2))
+    sample(second, generated(2))
+    ask(record, (1, 2, 7), generated(3))
+    ask(record, (1, 2, 7), generated(4))
+    branches = record.result()
+    assert [lists(branch)[:2] for branch in branches] == [([1], [2, 7, 3]), ([1], [2, 7, 4])]
+
+
+def test_a_run_again_is_served_each_turn_once_and_what_it_does_not_ask_for_is_dropped() -> None:
+    record = recorded()
+    ask(record, (1,), generated(2))
+    ask(record, (1, 2, 7), generated(3))
+    ask(record, (1, 2, 7, 3, 8), generated(4))
+    record.restart()
+    ask(record, (1,))
+    ask(record, (1,), generated(5))  # served already: sampled anew
+    ask(record, (1, 2, 9), generated(6))  # another observation than before
+    branches = record.result()
+    assert [lists(branch)[:2] for branch in branches] == [([1], [2, 9, 6]), ([1], [5])]
+    assert dropped_turns(record) == 2
+
+
+def test_a_recorded_turn_is_not_served_where_it_is_too_long_or_other_limits_are_set() -> None:
+    record = recorded()
+    ask(record, (1,), generated(2, 3, 4))
+    record = recorded(record.partial(0).branches)
+    assert not record.take(tokens(1), SamplingParams(max_tokens=2)).is_finished
+    assert record.take(tokens(1), SamplingParams(max_tokens=3)).is_finished
+    record.restart()
+    for other in (SamplingParams(max_tokens=4), SamplingParams(max_tokens=3, stop=("STOP",))):
+        assert not record.take(tokens(1), other).is_finished
+
+
+def test_an_episode_goes_on_elsewhere_with_an_interrupted_turn() -> None:
+    record = recorded()
+    ask(record, (1,), generated(2, version=3))
+    ask(record, (1, 2, 7), generated(4, version=3, finish=None))
+    record.take(tokens(9), ASKED)  # asked for, and nothing sampled yet
+    group = make_group(partials=(record.partial(0, 1.5),), prompt_token_ids=tokens(), episodic=True)
+    (handed_over,) = decode_group(encode_group(group)).partials
+    assert handed_over.generation_s == 1.5
+
+    record = recorded(handed_over.branches)
+    assert (record.result(), dropped_turns(record)) == ((), 2)
+    ask(record, (1,))
+    turn = record.take(tokens(1, 2, 7), ASKED)
+    assert turn.token_ids.tolist() == [1, 2, 7, 4]
+    sample(turn, generated(5, 6, version=4, finish=LENGTH))
+    (branch,) = record.result()
+    assert lists(branch) == ([1], [2, 7, 4, 5, 6], [-3, -3, -4, -4])
+    assert branch.spans == (VersionSpan(3, 0, 1), VersionSpan(3, 2, 3), VersionSpan(4, 3, 5))
+    assert branch.turns == (Turn(0, 1, STOP), Turn(2, 5, LENGTH))
+    assert dropped_turns(record) == 0
