@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from pipelinerl.telemetry.tracing import use_tracer
 
@@ -19,10 +19,6 @@ class Recorded:
     @property
     def all(self) -> tuple[ReadableSpan, ...]:
         return self.exporter.get_finished_spans()
-
-    @property
-    def names(self) -> list[str]:
-        return [span.name for span in self.all]
 
     def named(self, name: str) -> list[ReadableSpan]:
         return [span for span in self.all if span.name == name]
@@ -37,9 +33,9 @@ class Recorded:
 
 
 @contextmanager
-def recorded(sampler: Sampler = ALWAYS_ON) -> Iterator[Recorded]:
+def recorded() -> Iterator[Recorded]:
     exporter = InMemorySpanExporter()
-    provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+    provider = TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     with use_tracer(provider.get_tracer("test")):
         yield Recorded(exporter)

@@ -199,7 +199,7 @@ async def test_tokens_in_and_tokens_out_as_verifiers_clients_ask() -> None:
 
 async def test_a_call_that_holds_half_a_surrogate_pair_is_answered_and_gone_on_with() -> None:
     call = CALL.replace("ab", "\\ud83d ẞ").replace("look_up", "\\udc00look_up")
-    async with stage(call, "end", call) as s, s.environment() as client:
+    async with stage(call, "end") as s, s.environment() as client:
         first = await ask(client, tools=[LOOK_UP])
         message = first.choices[0].message
         function = message.tool_calls[0].function
@@ -208,9 +208,6 @@ async def test_a_call_that_holds_half_a_surrogate_pair_is_answered_and_gone_on_w
         await ask(client, [*ASK, message, result], tools=[LOOK_UP])
         ((_, said),) = s.told()
         assert said.startswith(f"{call}<|im_end|>")
-        stream = await ask(client, tools=[LOOK_UP], stream=True)
-        first_chunk, *_ = [chunk async for chunk in stream]
-        assert first_chunk.choices[0].delta.tool_calls[0].function.name == function.name
 
 
 async def test_a_turn_that_cannot_be_answered_was_not_served_and_is_not_sampled_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +284,7 @@ async def test_only_episodes_under_way_are_answered() -> None:
 
 
 async def test_an_environment_that_is_run_again_gets_the_same_turns_and_ids() -> None:
-    async with stage(CALL, "end", "other") as s:
+    async with stage(CALL, "end") as s:
         told = []
         for _ in range(2):
             async with s.environment() as client:
@@ -299,10 +296,6 @@ async def test_an_environment_that_is_run_again_gets_the_same_turns_and_ids() ->
         assert told[0] == told[1]
         assert len(s.sampler.asked) == 2
         assert s.count("episode_turns_total", source="replayed") == 2
-        async with s.environment() as client:  # another course: what it does not ask for is dropped
-            await ask(client, [{"role": "user", "content": "Else."}])
-        assert len(s.told()) == 1
-        assert s.count("episode_dropped_turns_total") == 2
 
 
 async def test_a_client_that_hangs_up_and_asks_again_gets_the_turn_that_was_begun() -> None:

@@ -235,15 +235,6 @@ def test_a_turn_that_was_cut_off_is_ended_by_what_comes_after_it(name: str, end:
     assert [tokenizer.decode(tokens) for tokens in sampled] == ["one", f"two{end}", f"three{end}"]
 
 
-def test_thoughts_that_the_format_drops_make_a_branch_and_turns_without_any_do_not() -> None:
-    chat, tokenizer = format_of("qwen3")
-    for sampled, num_branches in (("one \n", 1), ("<think>\nhm\n</think>\n\none", 2)):
-        conversation = Conversation(chat, tokenizer, has_tools=False)
-        conversation.play([("go on", sampled, True), ("again", "two", True)])
-        assert len(conversation.record.result()) == num_branches
-        check_exact(conversation)
-
-
 def test_a_copy_of_a_known_model_is_written_by_its_familys_renderer_and_others_by_their_template() -> None:
     chat, tokenizer = format_of("qwen3")
 

@@ -48,10 +48,6 @@ def completions(num_tokens: int) -> list[Sequence]:
 Form = Callable[[Sequence], Sequence]
 
 
-def as_it_is(sequence: Sequence) -> Sequence:
-    return sequence
-
-
 def answered(sequence: Sequence) -> Sequence:
     """After the first token an environment adds two, which depend on it."""
     first, *rest = sequence.completion_token_ids.tolist()
@@ -78,7 +74,7 @@ def branched(sequence: Sequence) -> Sequence:
     )
 
 
-def logprobs_of(policy: Policy, num_tokens: int = 3, form: Form = as_it_is) -> Tensor:
+def logprobs_of(policy: Policy, num_tokens: int = 3, form: Form = replace) -> Tensor:
     """float32[completions, tokens] of the policy, with its gradient."""
     policy.model.zero_grad()
     logprobs = [
@@ -94,7 +90,7 @@ def gradient_of(policy: Policy, objective: Tensor) -> Gradients:
     return gradients_of(policy.model)
 
 
-def true_gradient(policy: Policy, rewards: np.ndarray, num_tokens: int = 3, form: Form = as_it_is) -> Gradients:
+def true_gradient(policy: Policy, rewards: np.ndarray, num_tokens: int = 3, form: Form = replace) -> Gradients:
     """∇J, J = Σ_y π(y) R(y)."""
     return gradient_of(policy, (logprobs_of(policy, num_tokens, form).sum(1).exp() * torch.tensor(rewards)).sum())
 
@@ -105,7 +101,7 @@ def sampled_by(behaviour: Tensor) -> list[Sequence]:
 
 
 def expected_estimate(
-    policy: Policy, behaviour: Tensor, rewards: np.ndarray, n: int, form: Form = as_it_is, **algorithm: Any
+    policy: Policy, behaviour: Tensor, rewards: np.ndarray, n: int, form: Form = replace, **algorithm: Any
 ) -> Gradients:
     """Minus the loss's gradient for groups of n samples of μ, in expectation: over all multisets of completions, each as often
     as it has orders. A group's chance is a factor of its advantages, in which the loss is linear."""
@@ -120,10 +116,7 @@ def expected_estimate(
         of_group = group_advantages(rewards[list(group)], config.advantage, config.normalize_std)
         advantages.append(chance * len(groups) * of_group)
     everything = TrainingGroup(tuple(members), np.concatenate(advantages))
-    return minus(packed_gradients(policy, everything, config, 4096, temperature=TEMPERATURE))
-
-
-def minus(gradients: Gradients) -> Gradients:
+    gradients = packed_gradients(policy, everything, config, 4096, temperature=TEMPERATURE)
     return {name: -gradient for name, gradient in gradients.items()}
 
 

@@ -71,20 +71,6 @@ async def test_samples_that_begin_at_one_version_share_cached_prompts_and_none_w
         assert salts[6:] == ["begun at 1:1"] * 2
 
 
-async def test_a_gate_that_closes_keeps_a_loop_that_waits_for_a_slot_from_taking_a_group() -> None:
-    async with stage(in_progress=1) as one:
-        one.engine.open.clear()
-        await one.issue(0, num_samples=1)
-        await one.generating(1)
-        await one.issue(1)
-        one.gate.announce(PolicyVersion(1, 9))  # max_lag is 1
-        one.engine.open.set()
-        await one.published(1)
-        await one.all_acknowledged(left=1)
-        delivery = await one.bus.next_prompt(1.0)
-        assert (delivery.msg_id, delivery.num_deliveries) == ("g00000001", 1)
-
-
 async def test_when_the_gate_closes_the_samples_of_a_group_that_are_not_begun_go_back() -> None:
     async with stage(in_progress=1) as one:
         one.engine.open.clear()

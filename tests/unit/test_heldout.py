@@ -253,9 +253,3 @@ async def test_actors_are_asked_and_those_of_another_version_left_out() -> None:
         problem = "log-probabilities are up to 0.5 nats off, more than 0.001 (weights loaded by paused: quantised)"
         assert parity == Parity(0.5, (f"a at version 1:3: {problem}",))
         assert await evaluator({"b": addresses["b"]}).parity(3, TRAINED) is None
-        assert 50 < same.given_s[0] < 62, "for 3 tokens"
-        model = {"source": "path", "name": "nowhere", "max_context": 5000}
-        trainer = {"steps": 4, "batch_size": 4, "tokens_per_microbatch": 5000}
-        long = make_recipe(model=model, trainer=trainer, weights={"probe_tokens": 4096})
-        await evaluator({"a": addresses["a"]}, recipe=long).parity(3, TRAINED)
-        assert 800 < same.given_s[1] < 881  # gRPC rounds up

@@ -1,12 +1,12 @@
 """Figures of a run, in its files and as metrics: what skipped steps count for, what a broken probe and unanswered problems look
-like; lags counted in tokens, spread inside groups, the ledger, streams; series have the run's name, and none without a value.
+like; lags counted in tokens, spread inside groups, the ledger, streams. The summary out of metrics.jsonl, what the runner adds,
+and the closing lines, by hand-computed numbers.
 """
 
 import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,19 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipelinerl.bus.protocol import StreamInfo
+from pipelinerl.doctor.findings import Finding
+from pipelinerl.errors import ServiceError
+from pipelinerl.local.ending import Ending, closing_lines, complete_summary, finish
+from pipelinerl.local.processes import Launch, ServiceDied
 from pipelinerl.messages.sequences import FinishReason, VersionSpan
+from pipelinerl.recipe.fields import Recipe
+from pipelinerl.recipe.loading import recipe_from_data, recipe_yaml
 from pipelinerl.rl.accuracy import accuracy_of
 from pipelinerl.rl.ledger import Outcome, SequenceTracker, ledger_counts
-from pipelinerl.run_summary import RunFiles
+from pipelinerl.run_dir import RunDir
+from pipelinerl.run_summary import RunFiles, lag_summary, read_jsonl, summary_from_metrics
 from pipelinerl.telemetry.metrics import OTHER, BoundedLabels, Reading, RunRegistry, short_reason
 from pipelinerl.v1 import trainer_pb2
-from pipelinerl.v1.actor_pb2 import ActorState
 from services.trainer.data.evaluation import HeldoutResult, Parity
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.reporting.metrics import TrainerMetrics, bounded
@@ -217,23 +223,6 @@ def test_joins_and_evictions_are_in_the_next_record_and_in_the_summary(desk: Des
     assert desk.of("evictions_total", reason="deadline") == 1
 
 
-def test_what_steps_use_up_without_waiting_tells_how_many_actors_are_wanted(tmp_path: Path) -> None:
-    with RunFiles(tmp_path) as files:
-        trainer = {"steps": 10, "batch_size": 4, "tokens_per_microbatch": 64}
-        desk = Desk(tmp_path, files, actor={"sequences_in_progress": 8}, algorithm={"max_lag": 19}, trainer=trainer)
-        for finished in (0, 60):  # one a second, with all slots in use
-            load = ActorState(uptime_s=1e3, sequences_in_progress=8, sequences_finished=finished, busy_s=finished)
-            desk.recorder.actor_loads({"actor-0": load}, measuring=False)
-        wanted = partial(desk.registry.get_sample_value, "pipelinerl_actor_replicas_wanted")
-        for _ in range(4):
-            assert wanted() is None
-            assert "# TYPE pipelinerl_actor_replicas_wanted gauge" in generate_latest(desk.registry).decode()
-            desk.step()  # uses up 10 in 2 s: 5 a second
-        assert wanted() == 5
-        desk.recorder.end(desk.summary(), finished=True)
-    assert wanted() == 1
-
-
 def test_steps_that_a_restart_undid_are_set_aside(desk: Desk) -> None:
     for _ in range(3):
         desk.step()
@@ -321,12 +310,8 @@ def test_figures_of_answers_tell_what_groups_earned_and_what_the_reward_did_not_
 
 def test_figures_by_task_are_of_the_tasks_in_the_step() -> None:
     first, second = make_group(0), make_group(1, task="words")
-    batch = [
-        make_sequence(first, 0, reward=1.0),
-        make_sequence(first, 1, reward=0.0),
-        make_sequence(second, 0, completion=(4,)),
-    ]
-    batch[2] = replace(batch[2], finish_reason=FinishReason.LENGTH)
+    cut = replace(make_sequence(second, 0, completion=(4,)), finish_reason=FinishReason.LENGTH)
+    batch = [make_sequence(first, 0, reward=1.0), make_sequence(first, 1, reward=0.0), cut]
     figures = task_figures(batch)
     assert figures == {
         "chain_sum": {"sequences": 2, "reward_mean": 0.5, "completion_tokens_mean": 2.0, "truncated_fraction": 0.0},
@@ -334,10 +319,8 @@ def test_figures_by_task_are_of_the_tasks_in_the_step() -> None:
     }
     exported = Exported()
     exported.step(tasks=figures)
-    assert exported("task_reward_mean", task="chain_sum") == 0.5
-    assert exported("task_truncated_ratio", task="words") == 1.0
     exported.step(tasks=task_figures(batch[:2]))
-    assert exported("task_reward_mean", task="words") is None
+    assert [exported("task_reward_mean", task=task) for task in ("chain_sum", "words")] == [0.5, None]
 
 
 def test_what_a_step_does_not_have_is_no_series_and_what_is_measured_now_and_then_stays() -> None:
@@ -431,21 +414,189 @@ def test_the_run_is_on_every_sample_of_every_kind() -> None:
     assert registry.get_sample_value("c_total", {"run": "gsm"}) == 3
 
 
-def test_what_has_no_value_has_no_series() -> None:
-    registry, reading, by_lag = CollectorRegistry(), Reading("r", "text"), Reading("l", "text", ["lag"])
-    registry.register(reading)
-    registry.register(by_lag)
-    assert series(registry) == {}
-    reading.set(0.0)
-    by_lag.set({"0": 1.0, "1": 0.5})
-    by_lag.set({"1": 0.25, "2": None})
-    assert series(registry) == {"r{}": 0, "l{'lag': '1'}": 0.25}
-    reading.set(None)
-    assert series(registry) == {"l{'lag': '1'}": 0.25}
-
-
 def test_a_reason_is_the_text_before_the_colon_and_a_counter_gets_the_first_ones() -> None:
     assert short_reason("reward_timeout: after 3 s: x") == "reward_timeout"
     assert (short_reason(": x"), len(short_reason("y" * 1000))) == ("unknown", 60)
     reasons = BoundedLabels(most=2)
     assert [reasons.of(one) for one in ("a: 1", "b: 2", "c: 3", "a: 4", "d" * 100)] == ["a", "b", OTHER, "a", OTHER]
+
+
+# The end of a run, as its runner tells it
+
+TRAINER = Launch("trainer", (), {}, Path("log"), Path("address"))
+
+
+def recipe() -> Recipe:
+    return recipe_from_data({"name": "tiny", "model": {"source": "hub", "name": "a/b"}, "task": {}}, "tiny")
+
+
+def update(version: int, transfer_s: float, stall_s: float) -> dict[str, Any]:
+    return {"version": version, "bytes": 10, "transfer_s": transfer_s, "stall_s": stall_s}
+
+
+def step(number: int, lags: dict[str, int], **more: Any) -> dict[str, Any]:
+    sequences = {"issued": 20, "trained": 16, "in_flight": 4}
+    common: dict[str, Any] = {"step": number, "policy_version": number, "lag_histogram": lags, "sequences": sequences}
+    common |= {"step_s": {"compute": 0.5}, "tokens_computed": 80}
+    return {**common, "tokens_trained": sum(lags.values()), "mismatch_kl": 0.25, **more}
+
+
+def records() -> list[dict[str, Any]]:
+    return [
+        step(1, {"0": 90, "1": 10}, heldout_accuracy=0.25, tokens_generated=150, ess=0.9, multi_version_fraction=0.5,
+             reward_mean=0.125, truncated_fraction=0.0,
+             ended_by_length={"64": [3, 1]}, largest_lag=9, step_s={"compute": 1.5}, mfu=0.75,
+             weight_update=update(0, 1.0, 0.1), logprob_mismatch=2e-6),
+        step(2, {"1": 95, "10": 5}, heldout_accuracy=None, tokens_generated=250, ess=0.7, multi_version_fraction=0.7,
+             reward_mean=0.375, truncated_fraction=0.0, ended_by_length={"16": [2, 0], "64": [5, 3]}, largest_lag=7,
+             weight_update=update(1, 3.0, 0.3), logprob_mismatch=None),
+        step(3, {"2": 50}, heldout_accuracy=0.75, heldout_unanswered=1,
+             heldout_accuracy_lower_bound=0.7, tokens_generated=390, ess=None, multi_version_fraction=0.6,
+             truncated_fraction=0.36,
+             weight_update=None, actor_busy_fraction=0.875, trainer_busy_fraction=0.5,
+             mfu=0.25, memory_peak_gib=2.5, idle_s=0.125),
+    ]  # fmt: skip
+
+
+def test_everything_that_the_steps_tell() -> None:
+    summary = summary_from_metrics(recipe(), records())
+    assert (summary["recipe"], summary["mode"], summary["seed"]) == ("tiny", "pipeline", 0)
+    assert (summary["steps"], summary["policy_version"]) == (3, 3)
+    assert (summary["heldout_accuracy_first"], summary["heldout_accuracy_last"]) == (0.25, 0.75)
+    assert (summary["tokens_generated"], summary["tokens_trained"]) == (390, 250)
+    assert summary["sequences"] == {
+        "issued": 20, "trained": 16, "dropped_stale": 0, "dropped_filtered": 0, "failed": 0, "in_flight": 4,
+    }  # fmt: skip
+    # 250 tokens: 90 of lag 0, 105 of 1, 50 of 2, 5 of 10; mean (105 + 100 + 50) / 250; 245 >= 0.95 * 250 = 237.5 at lag 2
+    assert summary["lag"] == {"mean": 1.02, "p95": 2.0, "max": 10.0}
+    assert summary["largest_lag"] == 7
+    assert summary["stale_share_by_length"] == {"16": 0.0, "64": 4 / 12}
+    assert summary["ess"] == {"mean": 0.8, "min": 0.7}
+    assert summary["weight_updates"] == {
+        "count": 2, "bytes": 20, "transfer_s_p50": 2.0, "stall_s_p50": 0.2, "stall_s_p99": 0.298,
+    }  # fmt: skip
+    # Over compute time: of 2.5 s, and of the 1.5 s and 0.5 s whose utilization is known
+    assert (summary["tokens_per_s"], summary["mfu_mean"]) == ({"trained": 100, "computed": 96}, (0.75 * 1.5 + 0.25 * 0.5) / 2)
+    assert (summary["memory_peak_gib"], summary["idle_s_mean"]) == (2.5, 0.125)
+    assert summary["logprob_mismatch_max"] == 2e-6
+    assert summary["sequences_truncated_fraction"] == 0.12, "a third of 0.36"
+    assert (summary["mismatch_kl_mean"], summary["actor_busy_fraction"]) == (0.25, 0.875)
+    assert summary["trainer_busy_fraction"] == 0.5
+
+
+def test_reductions_by_hand_and_the_lag_percentile_is_the_smallest_that_95_percent_do_not_exceed() -> None:
+    """A skipped step counts for `equal_reward_groups` and `largest_lag` alone; numbers that are not finite never count."""
+    told = [
+        step(1, {}, ess=0.5, equal_reward_groups=1.0, largest_lag=4, skipped="loss not finite", clipped=True),
+        step(2, {}, ess=float("nan"), equal_reward_groups=0.5, largest_lag=9, memory_peak_gib=2.0, clipped=True),
+        step(3, {}, ess=0.25, equal_reward_groups=1, largest_lag=None, memory_peak_gib=1.0, idle_s=3.0),
+        step(4, {}, ess=0.75, memory_peak_gib=float("inf"), idle_s=1.0, mfu=0.5, step_s=None),
+    ]
+    summary = summary_from_metrics(recipe(), told)
+    assert (summary["ess"], summary["steps_clipped"]) == ({"mean": 0.5, "min": 0.25}, 1)
+    assert (summary["steps_equal_rewards"], summary["largest_lag"]) == (2, 9)
+    assert (summary["memory_peak_gib"], summary["idle_s_mean"], summary["mfu_mean"]) == (2.0, 2.0, None)
+    assert lag_summary({0: 95, 7: 5})["p95"] == 0
+    assert lag_summary({0: 94, 7: 6})["p95"] == 7
+
+
+def test_a_line_cut_short_and_numbers_that_are_no_json(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": NaN}\n[1]\n\n{"step": 2}\n{"step": 3, "lo')
+    assert read_jsonl(file) == [{"step": 1, "loss": None}, {"step": 2}]
+    assert read_jsonl(tmp_path / "absent") == []
+
+
+def run_folder(tmp_path: Path, summary: dict[str, Any] | None) -> RunDir:
+    run = RunDir(tmp_path, "tiny-run")
+    run.recipe.write_text(recipe_yaml(recipe()))
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records()))
+    if summary is not None:
+        run.summary.write_text(json.dumps(summary))
+    return run
+
+
+def test_the_trainers_summary_is_kept_and_completed(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, {"steps": 7, "wall_s": 1.0, "interrupted": True})
+    summary = complete_summary(recipe(), run, Ending(12.3456, {"actor-0": 2}))
+    assert summary == {"steps": 7, "wall_s": 12.346, "interrupted": True, "restarts": {"actor-0": 2}}
+
+
+def test_without_one_the_steps_speak_and_the_error_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_folder(tmp_path, None)
+    ending = Ending(3.0, error=ServiceError("trainer died"))
+    assert finish(recipe(), run, ending) == 1
+    summary = json.loads(run.summary.read_text())
+    nothing = summary_from_metrics(recipe(), [])
+    assert summary.keys() >= nothing.keys()
+    assert [nothing[name] for name in ("mfu_mean", "idle_s_mean", "memory_peak_gib")] == [None] * 3
+    assert nothing["tokens_per_s"] == {"trained": None, "computed": None}
+    assert (summary["steps"], summary["error"], summary["interrupted"]) == (3, "trainer died", False)
+    assert run.report.is_file()
+    assert capsys.readouterr().err == "pipelinerl: the run failed: trainer died\n"
+
+
+def accuracy(value: float) -> dict[str, Any]:
+    return {"accuracy": {"value": value, "low": 0.0, "high": 1.0}, "pass_at": {}}
+
+
+def test_closing_lines(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "report.html").touch()
+    run, summary = RunDir(tmp_path, "tiny-run"), summary_from_metrics(recipe(), records())
+    lines = closing_lines(summary, run, Ending(75.0))
+    text = "\n".join(lines)
+    for told in (
+        "done after 1m 15s: 3 optimizer steps",
+        "train reward       0.250 -> 0.250",
+        "held-out accuracy  25.0% -> 75.0%; 70.0% if unanswered problems count as wrong",
+        "mean 1.02, p95 2, max 10, predicted max 7; 60.0% of the sequences span several policy versions",
+        "trainer            96 tokens/s while it computes, MFU 62.5%",
+        "cut short          12.0% of the sequences",
+        f"report             {tmp_path}/report.html",
+        f"checkpoint         {tmp_path}/checkpoint",
+    ):
+        assert told in text
+    steps = [*records()[:2], records()[2] | {"heldout_sets": {"sums": accuracy(0.9), "words": accuracy(0.6)}}]
+    of_sets = closing_lines(summary_from_metrics(recipe(), steps), run, Ending(75.0))
+    assert [line for line in of_sets if line not in lines] == ["    sums             90.0%", "    words            60.0%"]
+    note, grave = (Finding("x", gravity, "all", "reward.scorer", "check it", meaning="Bad") for gravity in ("note", "grave"))
+    assert [line for line in closing_lines(summary, run, Ending(75.0), [grave, note]) if line not in lines] == [
+        "  GRAVE              Bad (all); reward.scorer: check it",
+        f"  more               pipelinerl doctor {tmp_path}",
+    ]
+    assert closing_lines(summary, run, Ending(75.0), [note]) == lines
+    lost = {"failed": {"engine": 1, "reward_timeout": 1200, "a": 2, "b": 3}, "dropped_filtered": {"equal rewards": 8}}
+    told = closing_lines({"sequence_reasons": lost}, run, Ending(1.0))[2:-1]
+    assert told[0].startswith("  failed             1,200: reward_timeout (the reward took longer than reward.timeout_s; its")
+    assert [line.partition(":")[2] for line in told[1:3]] == [" b", " a"]
+    assert told[3].startswith("  dropped filtered   8: equal rewards (all answers of the group earned the same")
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "goes_on"),
+    [
+        (Ending(1.0), 0, False),
+        (Ending(1.0, error=ServiceError("x")), 1, True),
+        (Ending(1.0, error=ServiceDied(TRAINER, 1)), 1, True),
+        (Ending(1.0, error=ServiceDied(TRAINER, 2)), 2, False),
+        (Ending(1.0, interrupted=True), 130, True),
+        (Ending(1.0, interrupted=True, error=ServiceError("x")), 130, True),
+    ],
+)
+def test_exit_codes_and_how_a_run_that_ended_early_goes_on(tmp_path: Path, ending: Ending, code: int, goes_on: bool) -> None:
+    run = RunDir(tmp_path / "my run", "tiny-run")
+    assert ending.exit_code == code
+    assert not any("--resume" in line for line in closing_lines({}, run, ending)), "it cannot: it has no name"
+    run.path.mkdir()
+    run.identity.write_text("{}")
+    lines = closing_lines({}, run, ending)
+    assert (f"  continue with      pipelinerl run --resume '{run.path}'" in lines) is goes_on
+
+
+def test_a_run_that_never_began_has_no_figures_to_tell(tmp_path: Path) -> None:
+    run, summary = RunDir(tmp_path, "tiny-run"), summary_from_metrics(recipe(), [])
+    assert (summary["steps"], summary["policy_version"], summary["heldout"]) == (0, None, [])
+    assert (summary["lag"]["mean"], summary["weight_updates"]["stall_s_p50"]) == (None, None)
+    lines = closing_lines(summary, run, Ending(24.0, error=ServiceError("x")))
+    assert lines == ["", "failed after 24s: 0 optimizer steps"], "a report that could not be written is not named"

@@ -77,13 +77,16 @@ def test_observations_have_no_version_and_no_logprob(tmp_path: Path) -> None:
     assert [bool(np.isnan(one)) for one in row["logprobs"]] == observed
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-30], lambda data: b"", lambda data: b"PAR1" + data[40:]])
-def test_a_damaged_record_is_refused_by_name(tmp_path: Path, damage: Any) -> None:
+def test_a_damaged_record_is_refused_by_name(tmp_path: Path) -> None:
     write_step(tmp_path, RecordedStep(2, batch(), ABOUT))
     path = recorded_file(tmp_path, 2)
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ServiceError, match="step-000002"):
-        read_step(tmp_path, 2)
+    whole, table = path.read_bytes(), pq.read_table(path)
+    texts = table.set_column(table.schema.get_field_index("prompt_ids"), "prompt_ids", pa.array(["x"] * len(table)))
+    edited = (table.replace_schema_metadata({b"pipelinerl": b"{}"}), table.replace_schema_metadata(None), texts)
+    for damage in (whole[:-30], b"", b"PAR1" + whole[40:], *edited):
+        path.write_bytes(damage) if isinstance(damage, bytes) else pq.write_table(damage, path)
+        with pytest.raises(ServiceError, match=r"step-000002\.parquet"):
+            read_step(tmp_path, 2)
     with pytest.raises(ServiceError, match="step 3 is not recorded"):
         read_step(tmp_path, 3)
 
@@ -92,16 +95,6 @@ def test_a_full_disk_ends_the_step_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "recorded").write_text("a file where the folder should be")
     with pytest.raises(ServiceError, match="record: true, but step 1 cannot"):
         write_step(tmp_path, RecordedStep(1, batch(), ABOUT))
-
-
-def test_a_record_whose_metadata_or_columns_were_edited_is_refused(tmp_path: Path) -> None:
-    write_step(tmp_path, RecordedStep(2, batch(), ABOUT))
-    table = pq.read_table(recorded_file(tmp_path, 2))
-    texts = table.set_column(table.schema.get_field_index("prompt_ids"), "prompt_ids", pa.array(["x"] * len(table)))
-    for edited in (table.replace_schema_metadata({b"pipelinerl": b"{}"}), table.replace_schema_metadata(None), texts):
-        pq.write_table(edited, recorded_file(tmp_path, 2))
-        with pytest.raises(ServiceError, match=r"step-000002\.parquet is damaged"):
-            read_step(tmp_path, 2)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +173,8 @@ def test_the_verdict_says_what_was_compared() -> None:
     assert verdict(3, [2], False).startswith("1 of 3 versions differ from the run, from version 2 on")
     assert "nothing was compared" in verdict(0, [], False)
     assert verdict(3, [2], True).startswith("an experiment")
-    then, now = {"loss": 0.0, "ess": 0.5, "kl": 1.0}, {"loss": 1e-9, "ess": 0.501, "clip_fraction": 0.1, "kl": 9.0}
-    told = line(7, "b" * 64, "a" * 64, now, then, False)
+    told = line(7, "b" * 64, "a" * 64, {"loss": 1e-9, "ess": 0.501, "kl": 9.0}, {"loss": 0.0, "ess": 0.5, "kl": 1.0}, False)
     assert told.startswith(f"step     7  {'b' * 12} DIFFERS from {'a' * 12}, in ess by 2.0e-03")
-    assert line(7, "b" * 64, "a" * 64, now, {}, False).startswith(f"step     7  {'b' * 12} DIFFERS from {'a' * 12}  loss 1e-09")
 
 
 def refused(command: Callable[[Namespace], object], said: str, given: Namespace) -> None:
@@ -191,23 +182,13 @@ def refused(command: Callable[[Namespace], object], said: str, given: Namespace)
         command(given)
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        "sampling.temperature=0.5",
-        "algorithm.advantage=value",
-        "algorithm.max_lag=3",
-        "algorithm={}",
-        "trainer={}",
-        "seed=4",
-        "trainer.batch_size=4",
-    ],
-)
-def test_an_experiment_cannot_change_what_was_decided_before_its_data(field: str) -> None:
+def test_an_experiment_cannot_change_what_was_decided_before_its_data() -> None:
     check_override("trainer.learning_rate=1e-5")
     check_override("algorithm.loss=grpo")
-    with pytest.raises(FieldError, match=field.partition("=")[0]):
-        check_override(field)
+    decided = ("sampling.temperature=0.5", "algorithm.advantage=value", "algorithm.max_lag=3", "algorithm={}", "trainer={}")
+    for field in (*decided, "seed=4", "trainer.batch_size=4"):
+        with pytest.raises(FieldError, match=field.partition("=")[0]):
+            check_override(field)
 
 
 @pytest.mark.parametrize(

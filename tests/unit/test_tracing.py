@@ -4,18 +4,11 @@ takes them; whole traces are the tour's."""
 import logging
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-from pipelinerl.bus.protocol import NO_HEADERS, LogEntry
+from pipelinerl.bus.protocol import LogEntry
 from pipelinerl.errors import UserError
-from pipelinerl.messages.sequences import PolicyVersion, encode_group
 from pipelinerl.rl.ledger import Outcome, SequenceTracker
 from pipelinerl.service.logs import LogContext
 from pipelinerl.service.settings import read_settings
@@ -23,11 +16,8 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.tracing import TracingSettings, child, headers_of, root, trace_in, trace_of, tracing
 from services.trainer.data.traces import SequenceTraces
 from tests.support.collector import Collector, collecting
-from tests.support.generation import stage
-from tests.support.memory_bus import MemoryServer
 from tests.support.spans import recorded
 from tests.unit.builders import make_group, make_sequence
-from tests.unit.trainer_fakes import desk
 
 CONTEXT = LogContext("run-1", "verifier", "verifier-0")
 COLLECTOR = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
@@ -73,32 +63,6 @@ def test_a_sequence_ends_in_its_trace_with_its_outcome_and_the_step_that_trained
     stale = spans.named("sequence.end")
     assert [spans.way(span)[:-1] for span in stale] == [["group.issue", "sequence.receive"], ["group.issue"]]
     assert {(span.attributes or {})[a.REASON] for span in stale} == {"too old"}
-
-
-@pytest.mark.parametrize("sampled", [nullcontext(), recorded(ALWAYS_OFF)], ids=["no tracer", "nothing sampled"])
-async def test_nothing_travels_where_there_is_nothing_to_follow(sampled: AbstractContextManager[object]) -> None:
-    with sampled:
-        async with desk() as one:
-            delivery = await one.bus.next_prompt(5.0)
-    assert delivery.headers == NO_HEADERS
-
-
-async def test_who_goes_on_with_a_group_follows_the_same_trace() -> None:
-    server = MemoryServer()
-    with recorded() as spans:
-        async with stage(server=server) as first, stage(server=server, serve=False) as second:
-            first.engine.open.clear()
-            with root("group.issue") as issued:
-                group = make_group()
-                await first.bus.publish_prompt(encode_group(group), group.group_id, headers_of(trace_of(issued)))
-            await first.until(lambda: first.engine.running == 2)
-            await first.leave()
-            second.gate.serve(PolicyVersion(1, 0))
-            await second.published(2)
-            await second.until(lambda: len(second.held) == 0)
-    generated = spans.named("sequence.generate")
-    assert [spans.way(span) for span in generated] == [["group.issue", "sequence.generate"]] * 4
-    assert [(span.attributes or {}).get(a.CARRIED_TOKENS) for span in generated] == [None, None, 2, 2]
 
 
 @pytest.fixture
@@ -152,35 +116,16 @@ def test_what_cannot_be_used_is_said_by_name(monkeypatch: pytest.MonkeyPatch, va
         raise AssertionError("it began all the same")
 
 
-def test_a_password_in_the_endpoint_is_not_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+def test_a_password_in_the_endpoint_is_not_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, protocol: str
+) -> None:
     url = "http://user:secret@127.0.0.1:9/path-secret?token=secret"
-    given(monkeypatch, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": url, "OTEL_BSP_SCHEDULE_DELAY": "60000"})
+    given(monkeypatch, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": url, "OTEL_EXPORTER_OTLP_PROTOCOL": protocol})
     with caplog.at_level(logging.INFO), tracing(CONTEXT):
         pass
-    assert "traces are sent to http://127.0.0.1:9 by" in caplog.text
+    assert f"traces are sent to http://127.0.0.1:9 by {protocol}" in caplog.text
     assert "secret" not in caplog.text
-
-
-def test_spans_leave_by_grpc_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    collector = Collector()
-
-    class Service(trace_service_pb2_grpc.TraceServiceServicer):
-        def Export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:
-            collector.take(request.SerializeToString())
-            return ExportTraceServiceResponse()
-
-    server = grpc.server(ThreadPoolExecutor(1))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Service(), server)
-    url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    given(monkeypatch, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_ENDPOINT": url})
-    monkeypatch.setattr("pipelinerl.telemetry.tracing.END_WITHIN_S", 60.0)
-    with tracing(CONTEXT), root("one"):
-        pass
-    server.stop(None)
-    assert [span.name for span in collector.spans] == ["one"]
-    assert f"traces are sent to {url} by grpc" in caplog.text
 
 
 def test_a_collector_that_hangs_holds_up_neither_work_nor_end(
