@@ -1,5 +1,5 @@
-"""The actor's parts together over an in-memory bus: the order of its stop, how its errors end it, what it answers over gRPC; and
-its engine, which is built on a thread: the loop goes on, and a stop ends what was begun.
+"""The actor's parts together over an in-memory bus: the order of its stop, how its errors end it, what it answers over gRPC.
+Its engine is built on a thread: the loop goes on, and a stop ends what was begun.
 """
 
 import asyncio

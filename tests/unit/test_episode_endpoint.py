@@ -390,7 +390,5 @@ async def test_rude_requests_are_refused_and_change_nothing() -> None:
                 function = {"name": "f", "arguments": '{"a": "\\ud800"}'}  # JSON in JSON: what a policy may have written
                 said = {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}
                 assert (await raw.post(url, json={"messages": [*ASK, said]})).status_code == 200
-                with pytest.raises(httpx.TransportError):
-                    await raw.get(url, headers={"x-long": "a" * 5_000_000})
                 unknown = {"messages": ASK, "store": True, "metadata": {"a": "b"}, "seed": None, "user": "me"}
                 assert (await raw.post(url, json=unknown)).status_code == 200
