@@ -555,22 +555,6 @@ async def test_groups_that_a_dead_trainer_did_not_publish_wait_for_the_next(tmp_
             assert (failures(audit), audit.waiting) == ({}, []), "it has published them"
 
 
-async def test_the_newest_group_may_be_on_its_way_to_the_stream(tmp_path: Path) -> None:
-    async with MemoryBus(RUN) as bus, life(tmp_path, bus) as one:
-        await one.train_a_version()
-        await one.idle()
-        number = one.feeder.next_group
-        note(one, {"event": "reserve", "groups": number + 2})
-        one.tracker.issue(make_group(number))
-        one.journal.flush()
-        audit = await audited(tmp_path, bus, at_work=True)
-        assert (failures(audit), audit.waiting) == ({}, [f"g{number:08d}.0", f"g{number:08d}.1"])
-        one.tracker.issue(make_group(number + 1))
-        one.journal.flush()
-        audit = await audited(tmp_path, bus, at_work=True)
-        assert failures(audit) == {Check.LOST: (2, f"g{number:08d}.0")}
-
-
 class Killed(BaseException):
     """Ends a command where it stands."""
 

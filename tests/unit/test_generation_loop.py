@@ -604,8 +604,8 @@ async def test_what_remains_is_what_is_missing_with_the_most_that_there_is_of_it
     held.keep(group, partial(2, 5))
     await held.published(group, 2)
     held.take(make_group(num_samples=4, done_samples=(0, 1, 2), partials=(partial(3, 6),)), Delivery(2))
-    held.take(make_group(num_samples=4, done_samples=(2, 3), partials=(partial(1, 7),)), Delivery(3))
+    held.take(make_group(num_samples=4, done_samples=(2, 3), partials=(partial(0, 7, 9, 4), partial(1, 7))), Delivery(3))
     (left,) = held.values()
     assert (left.missing, set(left.messages)) == ({0, 1, 3}, {1, 2, 3})
     tokens = {index: sample.completion_token_ids.tolist() for index, sample in left.partials.items()}
-    assert tokens == {0: [7, 9], 1: [7, 8], 3: [6]}
+    assert tokens == {0: [7, 9, 4], 1: [7, 8], 3: [6]}

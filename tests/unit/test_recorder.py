@@ -569,7 +569,7 @@ def test_closing_lines(tmp_path: Path) -> None:
     lost = {"failed": {"engine": 1, "reward_timeout": 1200, "a": 2, "b": 3}, "dropped_filtered": {"equal rewards": 8}}
     told = closing_lines({"sequence_reasons": lost}, run, Ending(1.0))[2:-1]
     assert told[0].startswith("  failed             1,200: reward_timeout (the reward took longer than reward.timeout_s; its")
-    assert [line.partition(":")[2] for line in told[1:3]] == [" b", " a"]
+    assert [line.split()[:3] for line in told[1:3]] == [["failed", "3:", "b"], ["failed", "2:", "a"]]
     assert told[3].startswith("  dropped filtered   8: equal rewards (all answers of the group earned the same")
 
 
