@@ -50,7 +50,7 @@ from services.actor import app, vllm_engine
 from services.actor.engine import EngineError, GenerationRequest
 from services.actor.metrics import ActorMetrics
 from services.actor.vllm_engine import build_llm, build_off_loop, engine_arguments, use_known_model_infos
-from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient, WorkerLink
+from services.actor.weight_sync.client import CommitFailed, WeightUpdateClient
 from services.trainer.data.evaluation import calls_to
 from tests.support.generation import ScriptedEngine, ScriptedVerifier, generated
 from tests.support.machine import held_port, until
@@ -476,16 +476,6 @@ async def test_an_engine_whose_first_results_no_trainer_could_use_does_not_start
     monkeypatch.setattr(engine, "score", AsyncMock(return_value=np.array(scored)))
     with pytest.raises(EngineError, match=says) if says else nullcontext():
         await engine.warm_up(make_recipe())
-
-
-async def test_an_engine_that_ends_leaves_no_folder_of_its_weight_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_engine, "build_llm", MagicMock())
-    monkeypatch.setattr(vllm_engine.VllmEngine, "warm_up", AsyncMock())
-    async with vllm_engine.start_engine(make_recipe(), "nowhere") as engine:
-        engine.weights._link = link = WorkerLink(num_workers=1)
-        await link.listen()
-        assert Path(link.path).is_socket()
-    assert not Path(link.path).parent.exists()
 
 
 async def test_a_stop_is_heard_while_an_engine_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ async def test_tokens_in_and_tokens_out_as_verifiers_clients_ask() -> None:
 
 async def test_a_call_that_holds_half_a_surrogate_pair_is_answered_and_gone_on_with() -> None:
     call = CALL.replace("ab", "\\ud83d ẞ").replace("look_up", "\\udc00look_up")
-    async with stage(call, "end") as s, s.environment() as client:
+    async with stage(call, "end", call) as s, s.environment() as client:
         first = await ask(client, tools=[LOOK_UP])
         message = first.choices[0].message
         function = message.tool_calls[0].function
@@ -208,6 +208,8 @@ async def test_a_call_that_holds_half_a_surrogate_pair_is_answered_and_gone_on_w
         await ask(client, [*ASK, message, result], tools=[LOOK_UP])
         ((_, said),) = s.told()
         assert said.startswith(f"{call}<|im_end|>")
+        first_chunk, *_ = [chunk async for chunk in await ask(client, tools=[LOOK_UP], stream=True)]
+        assert first_chunk.choices[0].delta.tool_calls[0].function.name == function.name
 
 
 async def test_a_turn_that_cannot_be_answered_was_not_served_and_is_not_sampled_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +349,8 @@ async def test_what_the_actor_cannot_do_fails_the_episode_and_an_interruption_do
         assert len(s.sampler.asked) == 1  # the client was told not to try again
         assert s.episode.failure == ""
         assert TOKENIZER.decode(s.episode.partial(0).branches[0].completion_token_ids) == "gone<|im_end|>"
-        assert (await refusal(client, [*ASK, *ASK]))[:2] == (500, "failed")
+        for _ in range(2):
+            assert (await refusal(client, [*ASK, *ASK]))[:2] == (500, "failed")
         assert s.episode.failure == "engine: out of memory"
     async with stage("late", timeout_s=0.05) as s, s.environment() as client:
         s.sampler.open.clear()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -183,6 +184,13 @@ def test_a_sequence_with_invalid_numbers_is_stored_as_a_failure() -> None:
     assert failure.startswith("invalid: Sequence.reward: ")
     assert (stored.failure, stored.reward) == (failure, 0.0)
     assert (stored.sequence_id, stored.actor) == (invalid.sequence_id, invalid.actor)
+
+
+async def test_an_outage_while_a_group_is_set_aside_leaves_it_to_the_next_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stage(serve=False) as one:
+        monkeypatch.setattr(one.bus, "publish_dead_letter", AsyncMock(side_effect=BusError("no connection")))
+        delivery = Delivery(payload=b"\xff\xff")
+        assert (await one.loop.admit(delivery), delivery.said) == (None, [])  # type: ignore[arg-type]
 
 
 async def test_samples_already_published_are_not_generated_again() -> None:
