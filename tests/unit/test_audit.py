@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pipelinerl.audit import audit as audit_module
 from pipelinerl.audit.audit import Audit, audit_files, audit_run, lines
 from pipelinerl.audit.journal import JOURNAL, Journal
-from pipelinerl.audit.replay import Check
+from pipelinerl.audit.replay import Check, split_id
 from pipelinerl.commands import replay
 from pipelinerl.messages.sequences import VersionSpan, decode_group
 from pipelinerl.rl.ledger import Outcome, SequenceTracker, ledger_counts
@@ -312,6 +312,11 @@ def test_the_summary_of_a_trainer_that_ended_says_the_same_and_that_of_the_one_b
     write(tmp_path, *ended, start(2))
     (tmp_path / "summary.json").write_text(json.dumps(wrong))
     assert failures(audit_files(tmp_path)) == {}
+
+
+def test_ids_that_name_no_sample() -> None:
+    assert split_id("g00000012.3") == ("g00000012", 3)
+    assert {split_id(name) for name in ("", "g1", "g1.", "g1.x", "g1.-1", "g1.65536", "g1.123456", "g1.²")} == {("", 0)}
 
 
 async def test_the_report_has_the_equation_with_its_numbers_and_shows_failures_with_examples(tmp_path: Path) -> None:
@@ -621,3 +626,43 @@ async def test_a_rollback_that_is_killed_has_happened_or_has_not(tmp_path: Path,
             break
     assert step > 5
     assert starts == {to} if again else {to, 3}
+
+
+async def test_the_newest_group_may_be_on_its_way_to_the_stream(tmp_path: Path) -> None:
+    async with MemoryBus(RUN) as bus, life(tmp_path, bus) as one:
+        await one.train_a_version()
+        await one.idle()
+        number = one.feeder.next_group
+        note(one, {"event": "reserve", "groups": number + 2})
+        one.tracker.issue(make_group(number))
+        one.journal.flush()
+        audit = await audited(tmp_path, bus, at_work=True)
+        assert (failures(audit), audit.waiting) == ({}, [f"g{number:08d}.0", f"g{number:08d}.1"])
+        one.tracker.issue(make_group(number + 1))
+        one.journal.flush()
+        audit = await audited(tmp_path, bus, at_work=True)
+        assert failures(audit) == {Check.LOST: (f"g{number:08d}.0", f"g{number:08d}.1")}
+
+
+async def test_what_moved_between_two_looks_is_not_called_lost(tmp_path: Path) -> None:
+    """What seems lost at the first look was trained, and purged, by the second."""
+    async with MemoryBus(RUN) as bus, life(tmp_path, bus) as one:
+        await one.train_a_version()
+        one.journal.flush()
+        for _ in range(2):
+            await answer_next(one)
+        await one.idle()
+        looks = 0
+
+        @asynccontextmanager
+        async def moving() -> AsyncIterator[MemoryBus]:
+            nonlocal looks
+            looks += 1
+            if looks == 1:  # after the journal was read: a step, not yet in the file, and its sequences purged
+                assert await one.step()
+                await bus.purge_sequences(9)
+            yield bus
+            one.journal.flush()
+
+        audit = await audit_run(RUN, tmp_path, moving, lambda: True)
+        assert (failures(audit), looks) == ({}, 2)

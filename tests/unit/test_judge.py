@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -224,6 +225,20 @@ async def test_more_items_than_may_wait_are_refused_and_what_was_asked_is_known_
             server.slow.set()
             results = await pool.score([item("a"), item("b")])
     assert ([result.reward for result in results], len(server.asked)) == ([0.1, 0.1], 2)
+
+
+async def test_a_call_that_fails_leaves_no_item_in_the_queue() -> None:
+    """A defect of the judge's call ends the whole call; its other items would be scored for nobody."""
+    judge: Any = SimpleNamespace(num_waiting=0, answer=AsyncMock(side_effect=RuntimeError("can't start new thread")))
+    config = reward("http://127.0.0.1:1/v1")
+    sets = {"t": SimpleNamespace(reward=config), "plain": SimpleNamespace(reward=config)}
+    recipe: Any = SimpleNamespace(problem_sets=sets)
+    registry = CollectorRegistry()
+    pool = RewardPool(recipe, VerifierMetrics(registry, ["t"]), Readiness(), 8, {"t": judge})
+    plain = pb.VerifyItem(sequence_id="p.0", task="plain")
+    with pytest.raises(RuntimeError, match="new thread"):
+        await pool.score([plain, item("a")])
+    assert registry.get_sample_value("pipelinerl_verifier_queue_items") == 0
 
 
 def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
