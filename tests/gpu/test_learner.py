@@ -18,7 +18,7 @@ from services.trainer.loading import load_learner, sharded_learner
 from services.trainer.world import join_ranks, leave_ranks
 from tests.support.learner import model_of, sequences_of
 from tests.unit.ranks import on_ranks
-from tests.unit.test_optimizer import assert_near, step_on
+from tests.unit.test_learner import assert_near, step_on
 from tests.unit.test_ranks import Job, Result, same, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

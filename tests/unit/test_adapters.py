@@ -97,40 +97,60 @@ def loader_of(*arguments: Any) -> AdapterLoader:
     return AdapterLoader(*arguments)
 
 
+def staged(model: Served, places: dict[str, Place], sent: dict[str, Tensor], scaling: float) -> AdapterLoader:
+    loader = loader_of(model, places)
+    loader.check(manifest_of(sent, scaling))
+    loader.load(sent.items())
+    return loader
+
+
+def inputs(*shape: int) -> Tensor:
+    return torch.randn(*shape, IN, generator=torch.Generator().manual_seed(2))
+
+
 def change(layer: Any, x: Tensor, before: Tensor) -> Tensor:
     return layer.quant_method.apply(layer, x, layer.bias) - before
 
 
-@pytest.mark.parametrize(("rslora", "scaling"), [(False, 1.5), (True, 3.0)])  # 6 / 4, and 6 / √4
-def test_each_part_of_a_fused_layer_gets_its_own_product(config: Any, rslora: bool, scaling: float) -> None:
-    model, x = Served(), torch.randn(5, IN, generator=torch.Generator().manual_seed(2))
+@pytest.mark.parametrize(
+    ("rslora", "scaling", "targets"), [(False, 1.5, [*OUT]), (True, 3.0, [*OUT]), (False, 1.5, ["k_proj"])]
+)
+def test_each_part_of_a_fused_layer_gets_its_own_product(config: Any, rslora: bool, scaling: float, targets: list[str]) -> None:
+    """Scaled by 6 / 4 or 6 / √4. Only a layer that has a target is wrapped, and other parts of that layer stay as they are."""
+    from services.actor.weight_sync.adapters import AdaptedLinearMethod
+
+    model, x = Served(), inputs(5)
     layers = {
         "qkv_proj": (model.qkv_proj, x),
         "gate_up_proj": (model.gate_up_proj, x),
         "down_proj": (model.down_proj, x[:, :6]),
     }
     plain = {name: nn.functional.linear(x, *model.weights[name]) for name, (_, x) in layers.items()}
-    places, sent = installed(model, rank=4, alpha=6.0, rslora=rslora), factors(rank=4)
+    places = installed(model, rank=4, alpha=6.0, rslora=rslora, target_modules=targets)
+    sent = {name: tensor for name, tensor in factors(rank=4).items() if name.partition(".")[0] in targets}
     for name, (layer, x) in layers.items():
+        is_wrapped = isinstance(layer.quant_method, AdaptedLinearMethod)
+        assert is_wrapped == any(part in targets for part in FUSED.get(name, [name]))
         torch.testing.assert_close(layer.quant_method.apply(layer, x, layer.bias), plain[name])  # B is 0
     addresses = [(place.method.a.data_ptr(), place.method.b.data_ptr()) for place in places.values()]
 
-    loader = loader_of(model, places)
-    loader.check(manifest_of(sent, scaling))
-    loader.load(sent.items())
+    loader = staged(model, places, sent, scaling)
     for name, (layer, x) in layers.items():
         assert change(layer, x, plain[name]).abs().max() < 1e-5, "staged factors are not served"
     loader.swap()
     for name, (layer, x) in layers.items():
-        parts = FUSED.get(name, [name])
-        expected = torch.cat([scaling * x @ sent[f"{part}.a"].T @ sent[f"{part}.b"].T for part in parts], -1)
+        products = [
+            scaling * x @ sent[f"{part}.a"].T @ sent[f"{part}.b"].T if part in targets else torch.zeros(5, OUT[part])
+            for part in FUSED.get(name, [name])
+        ]
+        expected = torch.cat(products, -1)
         torch.testing.assert_close(change(layer, x, plain[name]), expected, atol=1e-4, rtol=1e-4)
     assert addresses == [(place.method.a.data_ptr(), place.method.b.data_ptr()) for place in places.values()]
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_sixteen_bit_products_below_half_a_unit_in_the_last_place_survive_on_average(config: Any, is_packed: bool) -> None:
-    model, x = Served(torch.bfloat16), torch.randn(2, 500, IN, generator=torch.Generator().manual_seed(2)).bfloat16()
+    model, x = Served(torch.bfloat16), inputs(2, 500).bfloat16()
     layer, (weight, bias) = model.gate_up_proj, model.weights["gate_up_proj"]
     if is_packed:  # as vLLM does it on a CPU that multiplies in bfloat16
         layer.cpu_linear = lambda x, _, bias: nn.functional.linear(x, weight, bias)
@@ -140,10 +160,7 @@ def test_sixteen_bit_products_below_half_a_unit_in_the_last_place_survive_on_ave
     method: Any = layer.quant_method
     before = method.apply(layer, x, layer.bias)
     torch.testing.assert_close(before, nn.functional.linear(x, weight, bias), atol=0.05, rtol=0.02)
-    loader = loader_of(model, places)
-    loader.check(manifest_of(sent, scaling=1.0))
-    loader.load(sent.items())
-    loader.swap()
+    staged(model, places, sent, 1.0).swap()
     changed = method.apply(layer, x, layer.bias).float() - before.float()
     product = torch.cat([x.float() @ sent[f"{part}.a"].T @ sent[f"{part}.b"].T for part in FUSED["gate_up_proj"]], -1)
     assert product.abs().mean() < before.abs().mean() / 1000
@@ -159,20 +176,17 @@ def test_two_tensor_parallel_ranks_have_the_whole_product_between_them(config: A
     of down's inputs gives a sum."""
     from vllm.model_executor.layers import linear
 
-    x, sent = torch.randn(5, IN, generator=torch.Generator().manual_seed(2)), factors(rank=4)
+    x, sent = inputs(5), factors(rank=4)
     product = {n: x[:, : sent[f"{n}.a"].shape[1]] @ sent[f"{n}.a"].T @ sent[f"{n}.b"].T * 1.5 for n in OUT}
     summed = torch.zeros(5, 8)
     monkeypatch.setattr(linear, "get_tensor_model_parallel_world_size", lambda: 2)
     for rank in (0, 1):
         monkeypatch.setattr(linear, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
         model, inner = Served(), slice(3 * rank, 3 * rank + 3)
-        loader = loader_of(model, installed(model, rank=4, alpha=6.0))
-        loader.check(manifest_of(sent, 1.5))
-        loader.load(sent.items())
-        loader.swap()
-        inputs = {"qkv_proj": x, "gate_up_proj": x, "down_proj": x[:, :6][:, inner]}
-        plain = {name: nn.functional.linear(of, *model.weights[name]) for name, of in inputs.items()}
-        changes = {name: change(getattr(model, name), of, plain[name]) for name, of in inputs.items()}
+        staged(model, installed(model, rank=4, alpha=6.0), sent, 1.5).swap()
+        own = {"qkv_proj": x, "gate_up_proj": x, "down_proj": x[:, :6][:, inner]}
+        plain = {name: nn.functional.linear(of, *model.weights[name]) for name, of in own.items()}
+        changes = {name: change(getattr(model, name), of, plain[name]) for name, of in own.items()}
         queries = product["q_proj"][:, 4 * rank : 4 * rank + 4]
         expected = {
             "qkv_proj": torch.cat([queries, product["k_proj"], product["v_proj"]], -1),
@@ -182,24 +196,6 @@ def test_two_tensor_parallel_ranks_have_the_whole_product_between_them(config: A
             torch.testing.assert_close(changes[name], values, atol=1e-4, rtol=1e-4)
         summed += changes["down_proj"]
     torch.testing.assert_close(summed, product["down_proj"], atol=1e-4, rtol=1e-4)
-
-
-def test_only_targets_are_wrapped_and_a_fused_layer_may_have_one_adapted_part(config: Any) -> None:
-    from services.actor.weight_sync.adapters import AdaptedLinearMethod
-
-    model, x = Served(), torch.randn(5, IN, generator=torch.Generator().manual_seed(2))
-    places = installed(model, rank=4, alpha=4.0, target_modules=["k_proj"])
-    wrapped = [isinstance(m.quant_method, AdaptedLinearMethod) for m in (model.qkv_proj, model.gate_up_proj, model.down_proj)]
-    assert wrapped == [True, False, False]
-    plain = nn.functional.linear(x, *model.weights["qkv_proj"])
-    sent = {name: tensor for name, tensor in factors(rank=4).items() if name.startswith("k_proj")}
-    loader = loader_of(model, places)
-    loader.check(manifest_of(sent, 1.0))
-    loader.load(sent.items())
-    loader.swap()
-    keys = x @ sent["k_proj.a"].T @ sent["k_proj.b"].T
-    expected = torch.cat([torch.zeros(5, 8), keys, torch.zeros(5, 4)], -1)
-    torch.testing.assert_close(change(model.qkv_proj, x, plain), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_factors_that_do_not_fit_are_refused(config: Any) -> None:

@@ -1,4 +1,4 @@
-"""Losses against numbers worked out by hand, their gradients included."""
+"""Log-probabilities of a head, and losses, against numbers worked out by hand or by the plain formula, gradients included."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -7,14 +7,19 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pipelinerl.recipe.fields import AlgorithmConfig
 from services.trainer.learn.batch import MicroBatch, sequence_weights
 from services.trainer.learn.loss import LossOutput, compute_loss
-from services.trainer.learn.policy import TokenScores, token_scores
-from tests.support.learner import LOSSES, micro_batch
+from services.trainer.learn.model import wrap_model
+from services.trainer.learn.policy import Head, TokenScores, is_plain_linear, linear_scores, token_scores
+from tests.support.learner import LOSSES, micro_batch, model_of
 
 MASKS = get_args(AlgorithmConfig.model_fields["mask"].annotation)
 
@@ -156,25 +161,6 @@ def test_losses_and_masks_by_hand(name: str) -> None:
     assert output.log_weights.exp().tolist() == pytest.approx(case.data[0])
 
 
-@given(st.lists(st.lists(st.floats(0.2, 3), min_size=1, max_size=5), min_size=1, max_size=4), st.integers(0, 99))
-def test_gspos_token_form_has_the_gradient_of_the_sequence_objective(ratios: list[list[float]], seed: int) -> None:
-    advantages = np.random.default_rng(seed).normal(size=len(ratios)).tolist()
-    lengths = [len(of_one) for of_one in ratios]
-    flat = [ratio for of_one in ratios for ratio in of_one]
-    of_token = [advantage for advantage, length in zip(advantages, lengths, strict=True) for _ in range(length)]
-    weights = [1 / (length * len(lengths)) for length in lengths for _ in range(length)]
-    batch, scores = tokens(flat, of_token, weights, lengths=lengths)
-    ours = gradient(scores, compute_loss(batch, scores, AlgorithmConfig(loss="gspo", clip_low=0.3, clip_high=0.4)))
-
-    leaf = scores.logprobs.detach().requires_grad_()
-    terms = []
-    for one, advantage in zip((leaf - batch.behaviour_logprobs).split(lengths), advantages, strict=True):
-        s = one.mean().exp()
-        terms.append(torch.minimum(s * advantage, s.clamp(0.7, 1.4) * advantage))
-    (-torch.stack(terms).mean()).backward()
-    assert ours == pytest.approx(leaf.grad.tolist(), abs=1e-9)
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 def test_weights_no_float_holds_give_finite_gradients(loss: str) -> None:
     batch, scores = tokens([1.0, 1.0], [1.0, -1.0])
@@ -242,24 +228,15 @@ def test_normalisations_by_hand() -> None:
     assert sequence_weights(lengths, "sequence") == pytest.approx([1 / 4, 1 / 12, 1 / 16, 1 / 8])
 
 
-@pytest.mark.parametrize(
-    ("loss", "normalize_std", "normalization", "clips"),
-    [
-        ("reinforce", False, "batch", None),
-        ("grpo", True, "sequence", None),
-        ("gspo", True, "sequence", (3e-4, 4e-4)),
-        ("cispo", True, "token", (1.0, 4.0)),
-    ],
-)
-def test_a_loss_has_its_published_defaults(
-    loss: Any, normalize_std: bool, normalization: str, clips: tuple[float, float] | None
-) -> None:
-    config = AlgorithmConfig(loss=loss)
-    assert (config.normalize_std, config.normalization) == (normalize_std, normalization)
-    assert loss == "reinforce" or config.advantage == "group_mean"
-    assert clips is None or (config.clip_low, config.clip_high) == clips
-    assert AlgorithmConfig(loss=loss, normalize_std=False).normalize_std is False
-    assert AlgorithmConfig(loss=loss, clip_high=0.1).clip_high == 0.1
+def test_a_loss_has_its_published_defaults_unless_the_recipe_says_otherwise() -> None:
+    def defaults(**fields: Any) -> tuple[Any, ...]:
+        config = AlgorithmConfig(**fields)
+        return config.normalize_std, config.normalization, config.clip_low, config.clip_high
+
+    assert defaults(loss="reinforce")[:2] == (False, "batch")
+    assert defaults(loss="grpo")[:2] == (True, "sequence")
+    assert defaults(loss="cispo") == (True, "token", 1.0, 4.0)
+    assert defaults(loss="gspo", normalize_std=False, clip_high=0.1) == (False, "sequence", 3e-4, 0.1)
 
 
 def test_token_scores_by_hand_and_a_masked_vocabulary_entry_has_no_entropy() -> None:
@@ -284,3 +261,172 @@ def test_a_learned_baseline_by_hand() -> None:
     output.loss.backward()
     assert logprobs.grad.tolist() == pytest.approx([-0.375, 0.25])  # the policy's gradient takes A as it is
     assert values.grad.tolist() == pytest.approx([0.2 * 0.5 * -0.75, 0.2 * 0.5 * 0.5])  # and none of it reaches v
+
+
+# Scores of a linear head block by block: the values and gradients of the plain formula, and no tensor larger than allowed
+
+
+@dataclass
+class HeadCase:
+    """Inputs of a head, and upstream gradients of its two outputs."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    of_logprobs: Tensor
+    of_entropy: Tensor
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [leaf for leaf in (self.hidden, self.weight, self.bias) if leaf is not None]
+
+
+def head_case(
+    tokens: int, words: int, width: int, *, bias: bool = True, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> HeadCase:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return HeadCase(
+        normal(tokens, width).requires_grad_(),
+        normal(words, width).requires_grad_(),
+        normal(words).requires_grad_() if bias else None,
+        torch.randint(0, words, (tokens,), generator=generator),
+        torch.randn(tokens, generator=generator, dtype=torch.float64),
+        torch.randn(tokens, generator=generator, dtype=torch.float64),
+    )
+
+
+def naive(inputs: HeadCase, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = nn.functional.linear(inputs.hidden, inputs.weight, inputs.bias)
+    log_p = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+    if temperature != 1.0:
+        log_p = torch.log_softmax(log_p / temperature, -1)
+    return log_p.gather(1, inputs.targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def blockwise(inputs: HeadCase, temperature: float, entropy_grad: bool, max_logits: int) -> tuple[Tensor, Tensor]:
+    head = Head(inputs.hidden, inputs.weight, inputs.bias, inputs.targets, temperature, max_logits)
+    return linear_scores(head, entropy_grad)
+
+
+def gradients(inputs: HeadCase, scores: tuple[Tensor, Tensor], entropy_grad: bool) -> list[Tensor]:
+    loss = (scores[0] * inputs.of_logprobs).sum()
+    if entropy_grad:
+        loss = loss + (scores[1] * inputs.of_entropy).sum()
+    return list(torch.autograd.grad(loss, inputs.leaves))
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 300),
+    st.integers(1, 6),
+    st.integers(1, 3000),
+    st.sampled_from([0.5, 1.0, 1.7]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_values_and_gradients_are_those_of_the_formula(
+    tokens: int, words: int, width: int, max_logits: int, temperature: float, entropy_grad: bool, bias: bool, seed: int
+) -> None:
+    inputs = head_case(tokens, words, width, bias=bias, seed=seed)
+    expected, actual = naive(inputs, temperature), blockwise(inputs, temperature, entropy_grad, max_logits)
+    assert actual[1].requires_grad == entropy_grad
+    for one, other in zip(
+        (*expected, *gradients(inputs, expected, entropy_grad)),
+        (*actual, *gradients(inputs, actual, entropy_grad)),
+        strict=True,
+    ):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("max_logits", [1, 2, 100])
+def test_scores_by_hand(max_logits: int) -> None:
+    """Logits (0, log 3, 0) at temperature 1/2 are (0, 2 log 3, 0): probabilities 1/11, 9/11, 1/11. Logits far apart neither
+    overflow nor vanish: of 2000, −3000 and 1999 the first has probability 1 / (1 + 1/e)."""
+    weight = torch.tensor([[0.0], [math.log(3.0)], [0.0]])
+    logprobs, entropy = linear_scores(Head(torch.ones(2, 1), weight, None, torch.tensor([1, 2]), 0.5, max_logits))
+    assert logprobs.tolist() == pytest.approx([math.log(9 / 11), math.log(1 / 11)], abs=1e-6)
+    by_hand = -(9 / 11 * math.log(9 / 11) + 2 / 11 * math.log(1 / 11))
+    assert entropy.tolist() == pytest.approx([by_hand, by_hand], abs=1e-6)
+
+    weight = torch.tensor([[2000.0], [-3000.0], [1999.0]])
+    logprobs, entropy = linear_scores(Head(torch.ones(2, 1), weight, None, torch.tensor([0, 1]), 1.0, max_logits))
+    p = 1 / (1 + math.exp(-1.0))
+    assert logprobs.tolist() == pytest.approx([math.log(p), -5000.0 + math.log(p)])
+    assert entropy[0].item() == pytest.approx(-(p * math.log(p) + (1 - p) * math.log(1 - p)), abs=1e-5)
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weight"])
+def test_only_what_is_trained_has_a_gradient(trained: str) -> None:
+    inputs = head_case(5, 300, 3, bias=False)
+    expected = dict(zip(("hidden", "weight"), gradients(inputs, naive(inputs, 1.0), False), strict=True))
+    (inputs.weight if trained == "hidden" else inputs.hidden).requires_grad_(False)
+    logprobs, _ = blockwise(inputs, 1.0, False, 5 * 128)
+    (logprobs * inputs.of_logprobs).sum().backward()
+    torch.testing.assert_close(getattr(inputs, trained).grad, expected[trained])
+    assert (inputs.hidden.grad is None) == (trained == "weight")
+    assert (inputs.weight.grad is None) == (trained == "hidden")
+
+
+class LargestMade(TorchDispatchMode):
+    """Elements of the largest new tensor of any operation; views of older ones do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+            self.elements = max(self.elements, *sizes, 0)
+        return made
+
+
+@pytest.mark.parametrize(("max_logits", "largest", "kept"), [(40 * 200, 6000, 3 * 40), (10**6, 40_000, 3 * 40 + 40_000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tensor_is_larger_than_a_block_or_the_weight_and_logits_are_kept_only_in_one_block(
+    dtype: torch.dtype, max_logits: int, largest: int, kept: int
+) -> None:
+    """40 tokens x 1000 words are 40,000 logits; a block has 40 x 128 and the weight 1000 x 6. The graph keeps of each token its
+    target, normaliser and entropy."""
+    inputs, saved = head_case(40, 1000, 6, dtype=dtype), list[Tensor]()
+    with LargestMade() as made:
+        with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):  # type: ignore[func-returns-value]
+            scores = blockwise(inputs, 0.7, True, max_logits)
+        gradients(inputs, scores, True)
+    assert made.elements == largest
+    assert sum(tensor.numel() for tensor in saved if all(tensor is not leaf for leaf in inputs.leaves)) == kept
+
+
+@pytest.mark.parametrize("max_logits", [64 * 128, 10**6])
+def test_logits_of_sixteen_bit_inputs_are_not_rounded_unless_asked(max_logits: int) -> None:
+    """Logits of standard deviation 4.8: rounded to bfloat16, log-probabilities are off by hundredths of a nat."""
+    inputs = head_case(64, 3000, 23, dtype=torch.bfloat16)
+    with torch.no_grad():
+        logits = nn.functional.linear(*(leaf.double() for leaf in inputs.leaves))
+        exact = torch.log_softmax(logits, -1).gather(1, inputs.targets[:, None])[:, 0]
+        arguments = (inputs.hidden, inputs.weight, inputs.bias, inputs.targets, 1.0, max_logits)
+        wide, rounded = (linear_scores(Head(*arguments, rounded))[0].double() for rounded in (False, True))
+    assert float((wide - exact).abs().max()) < 2e-5
+    assert 0.005 < float((rounded - exact).abs().mean()) < 0.05
+
+
+def test_a_head_that_does_more_is_called_by_the_model() -> None:
+    model, tokens = model_of("llama-untied"), torch.tensor([3, 1, 4, 1, 5])
+    head = model.lm_head
+    assert is_plain_linear(head)
+    head.register_forward_hook(lambda module, arguments, output: 2 * output)
+    with torch.no_grad():
+        hidden = model.model(input_ids=tokens[None, :-1]).last_hidden_state[0]
+        doubled = torch.log_softmax(2 * nn.functional.linear(hidden, head.weight, head.bias), -1)
+    policy = wrap_model(model)
+    assert policy.own_logits
+    found = torch.from_numpy(policy.sequence_logprobs(tokens.numpy()))
+    torch.testing.assert_close(found, doubled.gather(1, tokens[1:, None])[:, 0], rtol=1e-4, atol=1e-5)

@@ -1,9 +1,10 @@
-"""A trainer of several ranks computes what one rank computes: losses, gradients, weights, metrics, scores."""
+"""A trainer of several ranks computes what one rank computes: losses, gradients, weights, metrics, scores. Restored ranks go on
+as they would have gone on."""
 
+import asyncio
 import os
-import queue
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -11,24 +12,24 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.errors import FieldError, ServiceError
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.recipe.fields import TrainerConfig
+from pipelinerl.recipe.loading import load_recipe, recipe_yaml
 from pipelinerl.recipe.rules import undivided
-from pipelinerl.service.settings import RankSettings
+from pipelinerl.service.logs import LogContext
+from pipelinerl.service.settings import RankSettings, TrainerSettings
 from pipelinerl.transfer.chunks import Unpacker, chunk_of
-from services.trainer import loading
-from services.trainer.checkpoint.state_files import learner_state, local_part
-from services.trainer.learn.attention import RowPart, key_repeats
+from services.trainer import loading, worker
+from services.trainer.checkpoint.state_files import StateSaver, learner_state, local_part, trained_parameters
+from services.trainer.learn.attention import key_repeats
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.learn.lora import whole
 from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS
 from services.trainer.learn.step import Learner
 from services.trainer.loading import load_learner, sharded_learner, weight_sender
-from services.trainer.worker import carry_out, receive_batches, worker_loop
+from services.trainer.worker import carry_out, worker_loop
 from services.trainer.world import (
     ADAPTER,
     END,
@@ -39,15 +40,17 @@ from services.trainer.world import (
     WEIGHTS,
     Links,
     Message,
-    RankLayout,
     join_ranks,
     leave_ranks,
 )
-from tests.support.learner import EPISODES, episodes_of, group_of, sequences_of
-from tests.unit.ranks import UNEVEN, Cases, Job, jobs_of, on_ranks
+from tests.support.exposition import get
+from tests.support.learner import EPISODES, episodes_of, group_of, sequences_of, told_anywhere
+from tests.support.machine import free_port, wait_until
+from tests.unit.ranks import UNEVEN, Cases, Job, jobs_of, on_ranks, saved_beside
 
 pytestmark = pytest.mark.timeout(1200)
 
+CPU = torch.device("cpu")
 SHORT = [(3, 12), (2, 5), (4, 3)]
 """Fewer sequences than four ranks."""
 NO_PROMPT_TWICE = [[(prompt + place, parts) for place, (prompt, parts) in enumerate(shape)] for shape in EPISODES * 2]
@@ -131,11 +134,11 @@ def keep_gradients(learner: Learner) -> list[dict[str, np.ndarray]]:
 
 
 def train_all(jobs: dict[str, Job]) -> dict[str, Result | None]:
-    join_ranks(torch.device("cpu"))
+    join_ranks(CPU)
     results = {}
     for name, job in jobs.items():
         torch.manual_seed(job.recipe().seed)  # of new adapters
-        results[name] = train(sharded_learner(job.recipe(), job.folder, torch.device("cpu")), job)
+        results[name] = train(sharded_learner(job.recipe(), job.folder, CPU), job)
     leave_ranks()
     return results
 
@@ -167,14 +170,9 @@ CASES: Cases = {
     "tied": ("llama-tied", {"trainer": {"max_grad_norm": None}}),
     "untied": ("qwen2-untied", {"algorithm": {"normalization": "token"}}),
     "fewer sequences than ranks": ("llama-tied", {"lengths": tuple(SHORT)}),
-    "one micro-batch": ("qwen2-untied", {"trainer": {"tokens_per_microbatch": 512}}),
     "sequence normalisation": ("llama-tied", {"algorithm": {"loss": "grpo"}}),
     "entropy and reference": ("qwen2-untied", {"algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.05}}),
     "value head": ("llama-tied", {"algorithm": {"advantage": "value"}, "trainer": {"value_learning_rate": 2e-2}}),
-    "value head, rows shared": (
-        "qwen2-untied",
-        {"algorithm": {"advantage": "value"}, "trainer": {"context_parallel": 2, "value_learning_rate": 1e-2}},
-    ),
     "ratios of sequences, masked": (
         "llama-tied",
         {
@@ -182,8 +180,6 @@ CASES: Cases = {
             "trainer": {"context_parallel": 2},
         },
     ),
-    "activations recomputed": ("llama-tied", {"trainer": {"gradient_checkpointing": True}}),
-    "weights kept": ("llama-tied", {"trainer": {"reshard_after_forward": False}}),
     "adapters": ("llama-tied", {"trainer": {"lora": {"rank": 4}}}),
     "adapters, recomputed, reference inside": (
         "qwen2-untied",
@@ -192,16 +188,9 @@ CASES: Cases = {
             "algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.05},
         },
     ),
-    "adapters, rows shared, weights kept": (
-        "llama-tied",
-        {
-            "trainer": {"lora": {"rank": 1}, "context_parallel": 2, "reshard_after_forward": False},
-            "algorithm": {"kl_coefficient": 0.1},
-        },
-    ),
+    "adapters, rows shared": ("llama-tied", {"trainer": {"lora": {"rank": 1}, "context_parallel": 2}}),
     "a step that is skipped": ("llama-tied", {"broken": True}),
-    "prompts shared, half of them without a gradient": ("llama-tied", {"groups": 2, "lengths": tuple(UNEVEN * 3)}),
-    "prompts shared, weights kept": (
+    "prompts shared, half of them without a gradient, weights kept": (
         "qwen2-untied",
         {"groups": 2, "lengths": tuple(UNEVEN * 3), "trainer": {"reshard_after_forward": False}},
     ),
@@ -233,13 +222,7 @@ ON_FOUR: Cases = {
 }
 ROUNDED: Cases = {"adapters in bfloat16": ("qwen2-untied", {"model": {"dtype": "bfloat16"}, "trainer": {"lora": {"rank": 4}}})}
 """Ranks round gradients and sums differently, so that equality is to the dtype's rounding only."""
-ON_MORE_THAN_ONE_ROW = (
-    "untied",
-    "fewer sequences than ranks",
-    "rows shared by two",
-    "value head, rows shared",
-    "episodes, rows shared",
-)
+ON_MORE_THAN_ONE_ROW = ("untied", "fewer sequences than ranks", "rows shared by two", "episodes, rows shared")
 SIZES = {2: CASES | ROUNDED, 4: {name: CASES[name] for name in ON_MORE_THAN_ONE_ROW} | ON_FOUR}
 
 
@@ -297,42 +280,30 @@ def test_worlds_and_heads_that_do_not_divide_are_refused_and_a_rank_alone_shares
     assert "does not divide the 4 ranks of the trainer; use one of [1, 2, 4]" in refused[0]
     with pytest.raises(FieldError, match=r"trainer\.context_parallel = 8: does not divide the model's 28 attention heads"):
         key_repeats(28, 4, 8)
+    assert [key_repeats(*heads) for heads in ((28, 4, 2), (12, 2, 6), (8, 8, 8))] == [1, 3, 1], "until ranks divide the copies"
     job = trained.jobs["rows shared by two"]
     with pytest.raises(FieldError, match=r"trainer\.context_parallel = 2: does not divide the 1 rank of the trainer"):
         load_learner(job.recipe(), job.folder, RankSettings())
 
 
-def test_neighbours_share_rows_and_copies() -> None:
-    layouts = [RankLayout(rank, 8, sequence_ranks=2, shard_ranks=4) for rank in range(8)]
-    assert [layout.sequence_index for layout in layouts] == [0, 1] * 4
-    assert {layout.data_ranks for layout in layouts} == {4}
+FIELDS = {"version": 3, "counts": [{"n": 1}]}
+ARRAYS = {
+    "a": np.arange(10)[::2],
+    "b": np.zeros((0, 2), np.float32),
+    "c": np.asarray(True),
+    "d": np.broadcast_to(np.float32(1.5), 3),
+}
+"""Arrays that are not contiguous, empty, without a dimension or read-only."""
 
 
-@pytest.mark.parametrize(
-    ("query_heads", "key_heads", "ranks", "repeats"), [(4, 2, 2, 1), (4, 2, 4, 2), (28, 4, 2, 1), (12, 2, 6, 3), (8, 8, 8, 1)]
-)
-def test_key_heads_are_repeated_until_they_divide(query_heads: int, key_heads: int, ranks: int, repeats: int) -> None:
-    assert key_repeats(query_heads, key_heads, ranks) == repeats
-
-
-def test_a_row_tells_what_lies_in_each_part_without_a_wait_for_the_device() -> None:
-    """`meta` has no values to wait for. 12 tokens, 4 a part."""
-    host, nowhere = np.array([1, 3, 4, 9]), torch.empty(4, dtype=torch.int64, device="meta")
-    assert RowPart(0, 3, None).counts(12, nowhere, host) == [2, 1, 1]
-    assert RowPart(0, 3, None).counts(12, torch.from_numpy(host), None) == [2, 1, 1]
-
-
-def one_message(*parts: Any) -> Message | None:
-    join_ranks(torch.device("cpu"))
+def one_message() -> Message | None:
+    join_ranks(CPU)
     links = Links(TENSOR_TIMEOUT)
-    frozen = np.arange(3, dtype=np.float32)
-    frozen.flags.writeable = False
-    arrays = {"a": np.arange(10)[::2], "b": np.zeros((0, 2), np.float32), "c": np.asarray(True), "d": frozen}
     if os.environ["RANK"] == "1":
         message = links.receive_order()
         assert links.receive_order().kind == END
         return message
-    works = links.begin_send(Message("one", {"version": 3, "counts": [{"n": 1}]}, arrays), 1)
+    works = links.begin_send(Message("one", FIELDS, ARRAYS), 1)
     links.broadcast(Message(END))
     for work in works:
         work.wait()
@@ -340,42 +311,16 @@ def one_message(*parts: Any) -> Message | None:
 
 
 def test_messages_come_back_as_they_were() -> None:
-    """Arrays that are not contiguous, empty, without a dimension or read-only among them."""
     got = on_ranks(2, one_message)[1]
-    assert (got.kind, got.fields) == ("one", {"version": 3, "counts": [{"n": 1}]})
-    assert {name: (array.dtype, array.shape, array.tolist()) for name, array in got.arrays.items()} == {
-        "a": (np.dtype(np.int64), (5,), [0, 2, 4, 6, 8]),
-        "b": (np.dtype(np.float32), (0, 2), []),
-        "c": (np.dtype(np.bool_), (), True),
-        "d": (np.dtype(np.float32), (3,), [0, 1, 2]),
-    }
+    assert (got.kind, got.fields, got.arrays.keys()) == ("one", FIELDS, ARRAYS.keys())
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(got.arrays[name], array, strict=True)
 
 
 def test_a_rank_computes_no_batches_of_another_version() -> None:
     order, batches = Message(TRAIN, {"version": 3}), iter([Message("batches", {"version": 2})])
     with pytest.raises(ServiceError, match="orders the step at version 3, but has sent the batches of version 2"):
         carry_out(order, cast("Any", None), batches)
-
-
-def test_at_most_the_next_batches_are_received_while_a_step_is_computed() -> None:
-    """Rank 0 could send more, but nobody asks for them until the next ones are taken."""
-    sent, heard = queue.Queue[Message](), threading.Semaphore(0)
-
-    class Sender:
-        def receive_order(self) -> Message:
-            message = sent.get()
-            heard.release()
-            return message
-
-    for version in (0, 1, 2):
-        sent.put(Message("batches", {"version": version}))
-    sent.put(Message(END))
-    received = receive_batches(cast("Any", Sender()))
-    assert next(received).fields["version"] == 0
-    assert all(heard.acquire(timeout=60) for _ in range(2))
-    assert sent.qsize() == 2
-    assert [message.fields["version"] for message in received] == [1, 2]
-    assert sent.empty()
 
 
 def test_frozen_weights_in_bfloat16_stay_so_beside_float32_shards_of_adapters(trained: Trained) -> None:
@@ -392,33 +337,18 @@ def test_frozen_weights_in_bfloat16_stay_so_beside_float32_shards_of_adapters(tr
     assert [step["loss"] for step in two.outcomes] == pytest.approx([step["loss"] for step in one.outcomes], rel=0.05)
 
 
-class GatheredBytes(TorchDispatchMode):
-    """Counts the bytes that this rank gives to all_gather."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # it calls the collectives of its shards next
-            return NotImplemented
-        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            self.num_bytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))
-
-
-def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]], int, int] | None:
-    join_ranks(torch.device("cpu"))
+def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]]] | None:
+    join_ranks(CPU)
     recipe = Job(folder, model={"dtype": "bfloat16"}).recipe()
-    learner = sharded_learner(recipe, folder, torch.device("cpu"))
+    learner = sharded_learner(recipe, folder, CPU)
     masters = [(name, whole(weight)) for name, weight in learner.policy.model.named_parameters()]
     if not learner.world.is_first:
         worker_loop(learner)
         return None
     sender = weight_sender(learner, recipe, "gloo")
     learner.score(np.arange(9))
-    with GatheredBytes() as gathered:
-        snapshot = sender.snapshot(PolicyVersion(1, 0), learner.gather(WEIGHTS, sender.manifest.wire_dtype))
-    with GatheredBytes() as in_float32:
-        later = sender.snapshot(PolicyVersion(1, 0), learner.gather(WEIGHTS))
+    snapshot = sender.snapshot(PolicyVersion(1, 0), learner.gather(WEIGHTS, sender.manifest.wire_dtype))
+    later = sender.snapshot(PolicyVersion(1, 0), learner.gather(WEIGHTS))
     learner.order(END)
     assert torch.equal(snapshot.stream, later.stream), "rounded before or after they are gathered"
     unpacker, sent = Unpacker(sender.manifest, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)), {}
@@ -426,13 +356,162 @@ def snapshot_after_score(folder: str) -> tuple[dict[str, list[float]], dict[str,
         unpacker.memory_for(chunk).copy_(chunk_of(snapshot.stream, chunk))
         sent |= {name: tensor.float().flatten().tolist() for name, tensor in unpacker.add(chunk)}
     rounded = {name: master.bfloat16().float().flatten().tolist() for name, master in masters}
-    return sent, rounded, gathered.num_bytes, in_float32.num_bytes
+    return sent, rounded
 
 
 def test_sharded_masters_are_sent_in_sixteen_bit_also_after_scoring(trained: Trained) -> None:
-    sent, rounded, gathered, in_float32 = on_ranks(2, snapshot_after_score, trained.jobs["tied"].folder)[0]
+    sent, rounded = on_ranks(2, snapshot_after_score, trained.jobs["tied"].folder)[0]
     assert sent == rounded
-    assert 0 < gathered * 2 == in_float32
+
+
+# A learner that is saved and restored in another process goes on as it would have gone on, on any number of ranks
+
+SAVED_AT, STEPS = 2, 4
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank sees of the steps from `SAVED_AT` on."""
+
+    draws: list[float]
+    """torch's next random numbers when they begin."""
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    """The trained ones after the last step, of float32."""
+
+
+def steps(learner: Learner, job: Job, first: int, end: int) -> list[dict[str, Any]]:
+    metrics = []
+    for version in range(first, end):
+        group = group_of(sequences_of(UNEVEN, seed=version), seed=version)
+        if job.broken and version == 1:
+            group.advantages[3] = np.nan
+        metrics.append(told_anywhere(learner.step(learner.prepare([group], version))))
+    return metrics
+
+
+def traced(learner: Learner, job: Job, saved_in: Path | None) -> Trace:
+    """`saved_in`: where the state is saved on the way; None when the learner is resumed."""
+    trained = trained_parameters(learner)
+    if saved_in is not None:
+        torch.rand(5 + learner.world.layout.rank)  # so that random states are those of no seed
+    metrics = lead(learner, job, saved_in) if learner.world.is_first else worker_loop(learner) or []
+    draws = torch.rand(3).tolist()
+    return Trace(draws, metrics, {name: whole(weight).detach().numpy().copy() for name, weight in trained.items()})
+
+
+def lead(learner: Learner, job: Job, saved_in: Path | None) -> list[dict[str, Any]]:
+    if saved_in is None:
+        metrics = steps(learner, job, SAVED_AT, STEPS)
+    else:
+        steps(learner, job, 0, SAVED_AT)
+        saving = saved_beside(StateSaver(learner), saved_in)
+        metrics = steps(learner, job, SAVED_AT, STEPS)
+        saving.result()
+    learner.order(END)
+    return metrics
+
+
+def trace_all(work: dict[str, tuple[Job, Path]], resumed: bool) -> dict[str, Trace]:
+    ranks, traces = RankSettings(), {}
+    if ranks.world_size > 1:
+        join_ranks(CPU)
+    for name, (job, state) in work.items():
+        resume = state if resumed and ranks.rank == 0 else None
+        if ranks.world_size > 1:
+            torch.manual_seed(job.recipe().seed)  # of new adapters
+            learner = sharded_learner(job.recipe(), job.folder, CPU, resume)
+        else:
+            single = replace(job, trainer={**job.trainer, "shard_ranks": 0})
+            learner = load_learner(single.recipe(), job.folder, ranks, resume)
+        traces[name] = traced(learner, job, None if resumed else state)
+    leave_ranks()
+    return traces
+
+
+SAVED: Cases = {
+    "decaying rate": ("qwen2-untied", {"trainer": {"schedule": "cosine", "warmup_steps": 1, "steps": 5}}),
+    "value head and reference": (
+        "llama-tied",
+        {"trainer": {"value_learning_rate": 2e-2}, "algorithm": {"advantage": "value", "kl_coefficient": 0.1}},
+    ),
+    "adapters and reference": ("qwen2-untied", {"trainer": {"lora": {"rank": 3}}, "algorithm": {"kl_coefficient": 0.1}}),
+    "a step that was skipped": ("llama-tied", {"broken": True}),
+}
+SAVED_ROUNDED: Cases = {
+    "bfloat16": ("qwen2-untied", {"model": {"dtype": "bfloat16"}}),
+    "adapters in bfloat16": ("llama-tied", {"model": {"dtype": "bfloat16"}, "trainer": {"lora": {"rank": 4}}}),
+}
+"""One rank rounds differently than two: equality is of equally many ranks only."""
+HYBRID = "hybrid"
+HYBRIDS: Cases = {HYBRID: ("qwen2-untied", {"trainer": {"shard_ranks": 2}})}
+
+
+SAVED_BY = {1: SAVED | SAVED_ROUNDED, 2: SAVED | SAVED_ROUNDED, 4: HYBRIDS}
+"""By the number of ranks."""
+RESUMED_BY = {1: {1: SAVED | SAVED_ROUNDED, 2: SAVED, 4: HYBRIDS}, 2: {2: SAVED | SAVED_ROUNDED, 1: SAVED}}
+"""By the number of ranks that resume, and that of those that saved."""
+
+
+Traces = dict[int, list[dict[str, Trace]]]
+"""Of each rank, by their number and the case."""
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traces, Traces]:
+    """How ranks went on after they had saved, and how ranks go on from what others have saved, whose number is in the name."""
+    jobs, root = jobs_of(SAVED | SAVED_ROUNDED | HYBRIDS, tmp_path_factory), tmp_path_factory.mktemp("states")
+
+    def work(ranks: int, cases: Cases) -> dict[str, tuple[Job, Path]]:
+        folders = {name: root / f"of-{ranks}" / name.replace(" ", "-") / "resume" / "state" for name in cases}
+        return {f"{ranks} {name}": (jobs[name], folder) for name, folder in folders.items()}
+
+    saved = {ranks: on_ranks(ranks, trace_all, work(ranks, cases), False) for ranks, cases in SAVED_BY.items()}
+    resumed = {}
+    for ranks, sources in RESUMED_BY.items():
+        found = {name: job for before, cases in sources.items() for name, job in work(before, cases).items()}
+        resumed[ranks] = on_ranks(ranks, trace_all, found, True)
+    return saved, resumed
+
+
+@pytest.mark.parametrize("case", SAVED | SAVED_ROUNDED)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_equally_many_ranks_go_on_exactly_as_if_never_stopped(traces: tuple[Traces, Traces], ranks: int, case: str) -> None:
+    saved, resumed = traces
+    for first, second in zip(saved[ranks], resumed[ranks], strict=True):
+        before, after = first[f"{ranks} {case}"], second[f"{ranks} {case}"]
+        np.testing.assert_equal(after.metrics, before.metrics)
+        np.testing.assert_equal(after.weights, before.weights)
+        assert after.draws == before.draws
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "case"), [*((1, 2, case) for case in SAVED), *((2, 1, case) for case in SAVED), (4, 1, HYBRID)]
+)
+def test_another_number_of_ranks_resumes_the_state(traces: tuple[Traces, Traces], before: int, after: int, case: str) -> None:
+    saved, resumed = traces
+    first, second = saved[before][0][f"{before} {case}"], resumed[after][0][f"{before} {case}"]
+    assert first.weights.keys() == second.weights.keys()
+    for name, values in first.weights.items():
+        np.testing.assert_allclose(second.weights[name], values, rtol=1e-5, atol=1e-5, err_msg=name)
+    for left, right in zip(first.metrics, second.metrics, strict=True):
+        for key in ("loss", "grad_norm", "entropy", "reference_kl", "value_loss"):
+            assert (right[key] or 0.0) == pytest.approx(left[key] or 0.0, rel=1e-4, abs=1e-5), key
+        assert right["learning_rate"] == left["learning_rate"]
+    assert second.draws == first.draws
+
+
+def test_what_is_compared_could_differ(traces: tuple[Traces, Traces]) -> None:
+    one, two = traces[0][1][0], traces[0][2]
+    assert len({step["learning_rate"] for step in one["1 decaying rate"].metrics}) == STEPS - SAVED_AT
+    for case in ("value head and reference", "adapters and reference"):
+        assert one[f"1 {case}"].metrics[0]["reference_kl"] > 1e-3, "the reference is not what is restored"
+    assert "value_head.weight" in one["1 value head and reference"].weights
+    assert all(".lora_" in name for name in one["1 adapters and reference"].weights)
+    assert two[0]["2 bfloat16"].draws != two[1]["2 bfloat16"].draws
+
+
+# Nodes
 
 
 def of_another_revision(folder: str, name: str) -> str:
@@ -455,8 +534,8 @@ def test_nodes_of_different_revisions_do_not_train_together(trained: Trained, na
 
 
 def left_alone(folder: str) -> str:
-    join_ranks(torch.device("cpu"))
-    learner = sharded_learner(Job(folder).recipe(), folder, torch.device("cpu"))
+    join_ranks(CPU)
+    learner = sharded_learner(Job(folder).recipe(), folder, CPU)
     if learner.world.is_first:
         leave_ranks()
         return ""
@@ -467,3 +546,55 @@ def left_alone(folder: str) -> str:
 
 def test_a_rank_that_rank_0_leaves_says_so(trained: Trained) -> None:
     assert on_ranks(2, left_alone, trained.jobs["tied"].folder)[1].startswith("the connection to rank 0 is lost (")
+
+
+# The first rank of a further node answers for its pod, from before its model is loaded to rank 0's last order
+
+
+def node_settings(folder: Path, port: int) -> TrainerSettings:
+    where = {"recipe": folder / "recipe.yaml", "run_dir": folder, "http_port": port}
+    return TrainerSettings(run="r", instance="trainer-1", nodes=2, node=1, **where)
+
+
+def two_nodes(folder: Path, source: str, port: int) -> Any:
+    return lead_node(folder, source, port) if os.environ["RANK"] == "0" else further_node(folder, port)
+
+
+def lead_node(folder: Path, source: str, port: int) -> tuple[int, str]:
+    lead = load_learner(load_recipe(folder / "recipe.yaml"), source, RankSettings(rank=0, world_size=2))
+    wait_until(lambda: get(port, "/readyz") == (200, "ready\n"))
+    lead.order(HEARTBEAT)
+    lead.order(HEARTBEAT)
+    wait_until(lambda: 'pipelinerl_trainer_rank_orders_total{kind="beat",run="r"} 2.0' in get(port, "/metrics")[1])
+    healthy = get(port, "/healthz")
+    lead.step(lead.prepare([group_of(sequences_of(SHORT))], version=5))
+    lead.order(END)
+    leave_ranks()
+    return healthy
+
+
+def further_node(folder: Path, port: int) -> tuple[tuple[int, str], str, int | None]:
+    asked, load, answers = threading.Event(), worker.load_learner, []
+
+    def load_when_asked(*arguments: Any, **options: Any) -> Any:
+        asked.wait(60)
+        return load(*arguments, **options)
+
+    def ask() -> None:
+        wait_until(lambda: get(port, "/readyz")[0] != 0)
+        answers.append(get(port, "/readyz"))
+        asked.set()
+
+    worker.load_learner = load_when_asked
+    asking, context = threading.Thread(target=ask), LogContext("r", "trainer", "trainer-1")
+    asking.start()
+    asyncio.run(worker.serve_rank(node_settings(folder, port), RankSettings(rank=1, world_size=2, local_rank=0), context))
+    asking.join()
+    return answers[0], context.instance, context.policy_version
+
+
+def test_the_pod_of_another_node_answers(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe_yaml(trained.jobs["tied"].recipe()))
+    first, second = on_ranks(2, two_nodes, tmp_path, trained.jobs["tied"].folder, free_port())
+    assert first == (200, "ok\n")
+    assert second == ((503, "the model is loading\n"), "trainer-1-rank1", 6)

@@ -90,13 +90,11 @@ def test_what_is_no_model_or_leads_out_of_its_folder_is_refused(tmp_path: Path) 
     ("url", "problem"),
     [
         ("/mnt/bucket", "give the URL of a folder: s3://, gs://, hf://, file://"),
-        ("http://host/x", "give the URL of a folder"),
-        ("s3:bucket", "give the URL of a folder"),
         ("s3:///runs", "names no bucket"),
+        ("s3://models/my team", "%20"),
         ("s3://[/runs", "is not a URL"),
         ("file:///", "names no folder"),
         ("file://models/team", "three slashes"),
-        ("s3://models/my team", "%20"),
         ("s3://key:word@bucket/runs", "must not contain credentials"),
         ("s3://bucket/runs?region=x", r"must not contain \? or #"),
     ],
@@ -135,13 +133,7 @@ async def test_a_run_ends_when_its_model_is_uploaded(tmp_path: Path, caplog: pyt
     async with training_run(run_dir, checkpoint=checkpoint) as (run, policy), asyncio.timeout(120):
         run.loop.version, policy.version = 4, 4
         await run.run(asyncio.Event())
-        registry = run.recorder.metrics.registry
-        shown = {
-            name: registry.get_sample_value(f"pipelinerl_trainer_checkpoint_upload{name}", labels)
-            for name, labels in (("_version", {}), ("_waiting_seconds", {}), ("s_total", {"outcome": "uploaded"}))
-        }
-        assert shown == {"_version": 4, "_waiting_seconds": 0, "s_total": 1}
-        assert registry.get_sample_value("pipelinerl_trainer_checkpoint_upload_timestamp_seconds") is not None
+        assert run.recorder.metrics.registry.get_sample_value("pipelinerl_trainer_checkpoint_upload_version") == 4
     url = f"{store.as_uri()}/{RUN}/checkpoints"
     assert json.loads((run_dir / uploads.UPLOADED).read_text())["url"] == f"{url}/step-4"
     assert list((run_dir / "uploading").iterdir()) == []

@@ -57,14 +57,11 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
     loader: str = ""
     frozen: bool = False
     """It does not say how it is."""
-    asked_by: list[str] = field(default_factory=list)
-    """From where it was asked how it is."""
     requests: list[list[PromptGroup]] = field(default_factory=list)
     given_s: list[float] = field(default_factory=list)
     """Seconds that it was given for each probe."""
 
     async def GetState(self, request: Any, context: Any) -> actor_pb2.ActorState:
-        self.asked_by.append(context.peer())
         if self.frozen:
             await asyncio.sleep(600)
         return actor_pb2.ActorState(sequences_in_progress=3)
