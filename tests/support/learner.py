@@ -56,7 +56,7 @@ def build(model_type: str, seed: int = 0, **fields: Any) -> PreTrainedModel:
     return model
 
 
-def sequences_of(lengths: list[tuple[int, int]], seed: int = 0, behaviour: float = -2.0) -> list[Sequence]:
+def sequences_of(lengths: list[tuple[int, int]], seed: int = 0) -> list[Sequence]:
     generator = np.random.default_rng(seed)
     return [
         Sequence(
@@ -68,7 +68,7 @@ def sequences_of(lengths: list[tuple[int, int]], seed: int = 0, behaviour: float
             task="t",
             prompt_token_ids=generator.integers(0, VOCABULARY, prompt).astype(np.int32),
             completion_token_ids=generator.integers(0, VOCABULARY, completion).astype(np.int32),
-            behaviour_logprobs=(behaviour + generator.normal(0, 0.3, completion)).astype(np.float32),
+            behaviour_logprobs=(-2.0 + generator.normal(0, 0.3, completion)).astype(np.float32),
             spans=(VersionSpan(0, 0, completion),),
             reward=float(index % 2),
         )
@@ -212,16 +212,6 @@ def near_policy(model: PreTrainedModel, lengths: list[tuple[int, int]]) -> Train
         noise = generator.normal(0, 0.5 if index % 2 else 1e-4, len(logprobs))
         sequences.append(replace(sequence, behaviour_logprobs=(logprobs + noise).astype(np.float32)))
     return group_of(sequences)
-
-
-def on_policy(policy: Policy, sequences: list[Sequence]) -> list[Sequence]:
-    sampled = []
-    for sequence in sequences:
-        with torch.no_grad():
-            logprobs = plain_logprobs(policy.model, sequence).numpy()
-        sampled.append(replace(sequence, behaviour_logprobs=logprobs))
-    policy.model.set_attn_implementation(policy.attention)
-    return sampled
 
 
 def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

@@ -95,7 +95,6 @@ def test_a_silent_rank_in_the_middle_fails_all_others_within_the_stall_timeout()
         ((Kept("1:8/m", 3), Kept()), 0),
         ((Kept("1:8/m", 3), Kept("1:9/m", 5)), 0),
         ((Kept("1:8/n", 3), Kept("1:8/n", 5)), 0),
-        ((Kept(), Kept()), 0),
     ],
 )
 def test_ranks_agree_on_the_first_chunk_that_one_of_them_lacks(kept: tuple[Kept, Kept], first: int) -> None:

@@ -488,11 +488,7 @@ def model_config(folder: Path, **changes: Any) -> ModelConfig:
 
 
 def test_what_is_loaded_from_a_hub_is_of_the_recipes_revision(tmp_path: Path) -> None:
-    for source, revision, asked in (
-        ("org/model", "abc123", {"revision": "abc123"}),
-        ("org/model", "", {}),
-        (str(tmp_path), "abc123", {}),
-    ):
+    for source, revision, asked in (("a/b", "abc", {"revision": "abc"}), ("a/b", "", {}), (str(tmp_path), "abc", {})):
         config = model_config(tmp_path, source="hub", name="org/model", revision=revision)
         assert hub_arguments(source, config) == {"trust_remote_code": False, **asked}
 

@@ -362,18 +362,6 @@ def test_scores_by_hand(max_logits: int) -> None:
     assert entropy[0].item() == pytest.approx(-(p * math.log(p) + (1 - p) * math.log(1 - p)), abs=1e-5)
 
 
-@pytest.mark.parametrize("trained", ["hidden", "weight"])
-def test_only_what_is_trained_has_a_gradient(trained: str) -> None:
-    inputs = head_case(5, 300, 3, bias=False)
-    expected = dict(zip(("hidden", "weight"), gradients(inputs, naive(inputs, 1.0), False), strict=True))
-    (inputs.weight if trained == "hidden" else inputs.hidden).requires_grad_(False)
-    logprobs, _ = blockwise(inputs, 1.0, False, 5 * 128)
-    (logprobs * inputs.of_logprobs).sum().backward()
-    torch.testing.assert_close(getattr(inputs, trained).grad, expected[trained])
-    assert (inputs.hidden.grad is None) == (trained == "weight")
-    assert (inputs.weight.grad is None) == (trained == "hidden")
-
-
 class LargestMade(TorchDispatchMode):
     """Elements of the largest new tensor of any operation; views of older ones do not count."""
 

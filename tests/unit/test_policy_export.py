@@ -42,11 +42,11 @@ RANK_4 = LoraConfig(rank=4, alpha=8.0)
 TOKENS = np.arange(17) % VOCABULARY
 
 
-def adapted(family: str, lora: LoraConfig = RANK_4, **options: Any) -> Policy:
+def adapted(family: str) -> Policy:
     base = model_of(family)
     torch.manual_seed(1)
-    add_adapters(base, lora)
-    return wrap_model(base, **options)
+    add_adapters(base, RANK_4)
+    return wrap_model(base)
 
 
 def learner(policy: Policy, **algorithm: Any) -> Learner:
@@ -60,10 +60,6 @@ def train(policy: Policy, steps: int = 3, **algorithm: Any) -> Learner:
         group = group_of(sequences_of(LENGTHS, seed=version), seed=version)
         assert not learning.step(learning.prepare([group], version))["skipped"]
     return learning
-
-
-def served(policy: Policy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in served_weights(policy.model)}
 
 
 @torch.no_grad()
@@ -93,7 +89,7 @@ def test_what_is_served_is_the_original_model_in_form_and_the_trained_policy_in_
     train(policy)
     form = [(name, tuple(weight.shape), weight.dtype) for name, weight in original.named_parameters()]
     assert [(name, tuple(weight.shape), weight.dtype) for name, weight, _ in served_parameters(policy.model)] == form
-    weights = served(policy)
+    weights = {name: weight.clone() for name, weight in served_weights(policy.model)}
     assert [(name, tuple(weight.shape), weight.dtype) for name, weight in weights.items()] == form
     before = dict(original.named_parameters())
     moved = {name for name, weight in weights.items() if not torch.equal(weight, before[name])}

@@ -272,12 +272,6 @@ async def test_an_actor_writes_no_file_outside_the_folder_and_takes_no_half_a_mo
 # The command of the trainer's pod
 
 
-def environment(folder: Path, recipe: Recipe, run: str) -> dict[str, str]:
-    (folder / "recipe.yaml").write_text(recipe_yaml(recipe))
-    own = {"RUN": run, "RECIPE": "recipe.yaml", "INSTANCE": "trainer-0", "VERIFIER": "v", "RUN_DIR": str(folder / run)}
-    return {f"PIPELINERL_{name}": value for name, value in {**own, "MODEL_CACHE": str(folder / "models")}.items()}
-
-
 def checkpoint_of(run_dir: Path, version: int) -> Path:
     folder = run_dir / "checkpoints" / f"step-{version}"
     (folder / "resume").mkdir(parents=True)
@@ -297,9 +291,10 @@ async def test_a_run_begins_from_a_checkpoint_of_another_run(tmp_path: Path, mon
 
     def copied(run: str, source: str) -> tuple[Recipe, Path]:
         recipe = recipe_of(model={"source": source})
-        for name, value in environment(tmp_path, recipe, run).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.chdir(tmp_path)
+        (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe))
+        folders = {"RECIPE": tmp_path / "recipe.yaml", "RUN_DIR": tmp_path / run, "MODEL_CACHE": tmp_path / "models"}
+        for name, value in {"RUN": run, "INSTANCE": "trainer-0", "VERIFIER": "v", **folders}.items():
+            monkeypatch.setenv(f"PIPELINERL_{name}", str(value))
         command.make_model()
         return recipe, built_folder(recipe, run, tmp_path / "models")
 

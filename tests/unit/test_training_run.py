@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import AsyncMock, call
 
 import numpy as np
 import pytest
@@ -35,15 +36,13 @@ STEPS = {"steps": 4, "batch_size": 4, "tokens_per_microbatch": 64}
 
 
 class Bench:
-    """A run whose intake gives one good group at a time, while `may_give`, and whose evaluations fail where `error` is set."""
+    """A run whose intake gives one good group at a time, while `may_give`."""
 
     def __init__(self, run: TrainingRun, policy: FakePolicy) -> None:
         self.run, self.policy = run, policy
         self.loop, self.tracker, self.totals = run.loop, run.tracker, run.recorder.totals
         self.may_give, self.asked = asyncio.Event(), asyncio.Event()
         self.may_give.set()
-        self.error: Exception | None = None
-        self.evaluated: list[int] = []
         run.intake.take_batch = self.take_batch  # type: ignore[method-assign]
         run.evaluator.evaluate = self.evaluate  # type: ignore[method-assign]
 
@@ -53,9 +52,6 @@ class Bench:
         return [ready_group(self.run, version)]
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        self.evaluated.append(version)
-        if self.error is not None:
-            raise self.error
         return HeldoutResult(version, accuracy_at(0.5, 0.5, 0), 9, ())
 
     @property
@@ -137,9 +133,10 @@ async def test_checkpoints_that_are_due_and_the_last_one_have_record_and_books_o
 
 async def test_a_failed_evaluation_is_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
     async with bench(tmp_path) as one:
-        one.error = ServiceError("no held-out problem has a verdict")
+        failing = AsyncMock(side_effect=ServiceError("no held-out problem has a verdict"))
+        one.run.evaluator.evaluate = failing  # type: ignore[method-assign]
         await one.loop.run()
-        assert (one.evaluated, one.totals.heldout, one.loop.version) == ([0, 4], [], 4)
+        assert (failing.call_args_list, one.totals.heldout, one.loop.version) == ([call(0), call(4)], [], 4)
 
 
 async def test_a_long_evaluation_stops_no_step_and_actors_get_the_newest_version_after_it(tmp_path: Path) -> None:
