@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pipelinerl.errors import FieldError
@@ -177,6 +178,9 @@ def test_attention_terms_that_would_be_dropped_and_models_whose_state_crosses_se
     model = build("mamba", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
     with pytest.raises(FieldError, match=r"MambaForCausalLM scores packed sequences.*; use another architecture"):
         wrap_model(model)
+    without = patch.object(PreTrainedModel, "set_attn_implementation", side_effect=ImportError("no flash_attn"))
+    with without, pytest.raises(FieldError, match=r"attention = 'flash_attention_2': not available here: no flash_attn"):
+        wrap_model(model_of("llama-tied"), "flash_attention_2")
     # Its layers do not pass on the packed layout.
     assert wrap_model(build("stablelm", **SHAPE)).attention == "eager"
 

@@ -109,11 +109,10 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     refused("there is no such folder", tmp_path / "gone")
     run = run_folder(tmp_path)
     refused("is a file", run.recipe)
-    for content in ("{", "[]", '{"name": "x"}'):
+    unnamed, unusable = "does not name the run", "use 1-40 lowercase letters"
+    for content, said in (("{", unnamed), ("[]", unnamed), ('{"name": "x"}', unnamed), ('{"run": "../x"}', unusable)):
         run.identity.write_text(content)
-        refused("does not name the run")
-    run.identity.write_text('{"run": "../x"}')
-    refused("use 1-40 lowercase letters")
+        refused(said)
     run.identity.unlink()
     refused("it has no run.json")
     run.recipe.unlink()

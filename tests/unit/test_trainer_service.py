@@ -309,6 +309,8 @@ async def test_a_run_begins_from_a_checkpoint_of_another_run(tmp_path: Path, mon
         assert contents(copied(name, source)[1])["model.safetensors"] == b"9"
     with pytest.raises(FieldError, match=r"model.name = 'nobody/checkpoints/latest': no such folder"):
         copied("sixth", "nobody/checkpoints/latest")
+    with pytest.raises(FieldError, match=r"model.name = 'first/checkpoints': has no config.json"):
+        copied("sixth", "first/checkpoints")
     with pytest.raises(RecipeError, match=r"model.name = 's3:///x': names no bucket"):
         copied("sixth", "s3:///x")
 

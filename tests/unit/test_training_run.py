@@ -29,7 +29,7 @@ from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.run import TrainingRun
 from tests.support.machine import until, until_logged
-from tests.unit.builders import RUN, accuracy_at, make_recipe
+from tests.unit.builders import accuracy_at, make_recipe
 from tests.unit.trainer_fakes import FakeActor, FakePolicy, FakeUpdater, ready_group, serving, stop_during_step, training_run
 
 STEPS = {"steps": 4, "batch_size": 4, "tokens_per_microbatch": 64}
@@ -119,9 +119,9 @@ async def test_checkpoints_that_are_due_and_the_last_one_have_record_and_books_o
         assert [call for call in one.policy.calls if "checkpoint" in call] == ["checkpoint 2"]
         assert "checkpoint" in one.records[2]["step_s"]  # copying it was at the end of the step before
         # A version is written once, however often it is asked for.
-        assert (await one.loop.request_checkpoint()).version == 4
-        assert (await one.loop.checkpoints.write(last=True)).version == 4
-        assert (await one.loop.request_checkpoint()).version == 4
+        asked = await asyncio.gather(one.loop.request_checkpoint(), one.loop.request_checkpoint())
+        last = await one.loop.checkpoints.write(last=True)
+        assert [written.version for written in (*asked, last)] == [4, 4, 4]
         assert one.policy.calls.count("checkpoint 4") == 1
         assert list(resumable(tmp_path)) == list(one.loop.checkpoints.positions) == [4]
         state = load_run_state(resumable(tmp_path)[4].parent)
@@ -283,8 +283,11 @@ async def test_a_checkpoint_that_cannot_be_written_ends_no_run(tmp_path: Path, c
 async def test_requests_that_were_not_begun_are_refused_at_the_end(tmp_path: Path) -> None:
     async with bench(tmp_path) as one:
         running = await one.in_first_step()
-        request = asyncio.create_task(one.loop.request_checkpoint())
+        request, leaving = (asyncio.create_task(one.loop.request_checkpoint()) for _ in range(2))
         await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
         running.cancel()
         one.loop.close()
         with pytest.raises(ServiceError, match="the run has ended"):
@@ -352,10 +355,6 @@ async def test_a_stop_writes_the_summary_and_then_a_checkpoint(tmp_path: Path, c
         assert [call for call in policy.calls if "snapshot" not in call] == ["step 1", "checkpoint 2"]
         assert policy.threads == {"compute"}
         assert policy.checkpoint_saw_summary == [True]
-        lines = [record.getMessage() for record in caplog.records]
-        assert any(line.startswith(f"run {RUN} trains from version 0 to ") for line in lines), lines
-        (end,) = (record for record in caplog.records if record.getMessage() == "run ended")
-        assert end.finished is False  # type: ignore[attr-defined]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["interrupted"], summary["policy_version"], summary["sequences"]["trained"]) == (True, 2, 2)
     folder = resumable(tmp_path)[2].parent
