@@ -284,17 +284,24 @@ async def test_a_version_without_a_checkpoint_has_the_state_that_the_journal_tel
         assert audit_files(tmp_path).ok
 
 
-async def test_a_group_that_was_handed_over_is_not_taken_for_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("issued", [False, True])
+async def test_groups_answered_or_handed_over_after_a_checkpoint_are_not_taken_for_lost(tmp_path: Path, issued: bool) -> None:
+    """Whether they were issued before the checkpoint or after it."""
     async with MemoryBus(RUN) as bus:
         async with life(tmp_path, bus) as one:
-            await one.idle()
+            if issued:
+                await one.idle()
             await one.checkpoint()
+            await one.idle()
+            await answer_next(one)
             delivery = await bus.next_prompt(timeout_s=1)
             group = decode_group(delivery.payload)
             await bus.publish_prompt(encode_group(group), f"{group.group_id}/actor-0-x")
             await delivery.ack()
         async with life(tmp_path, bus) as again:
-            assert again.published_again == 0
+            assert (again.tracker.issued_groups, again.published_again) == (6, 0)
+            await again.idle()
+            assert len(again.intake.ready) == 1
 
 
 def test_what_is_held_comes_back_from_disk(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from tests.unit.builders import RUN, make_group, make_recipe, make_sequence
 @dataclass
 class FakeActor(actor_pb2_grpc.ActorServiceServicer):
     """Answers each group with a token of `version`. A group's name is its id up to the dash. An answer earns 1, or what `terms`
-    say; a name in `failures` fails, and one that is `silent` is never answered."""
+    say; a name in `failures` fails, and one that is `silent` is never answered. One that is `frozen` does not say how it is."""
 
     version: int = 0
     terms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -56,10 +56,8 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
     logprobs: Sequence[float] = (-1.0, -2.0)
     loader: str = ""
     frozen: bool = False
-    """It does not say how it is."""
     requests: list[list[PromptGroup]] = field(default_factory=list)
     given_s: list[float] = field(default_factory=list)
-    """Seconds that it was given for each probe."""
 
     async def GetState(self, request: Any, context: Any) -> actor_pb2.ActorState:
         if self.frozen:
