@@ -4,7 +4,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,14 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from pipelinerl.bus.protocol import StreamLimits
-from pipelinerl.errors import ServiceError, TransferError, UserError
+from pipelinerl.errors import ServiceError, TransferError
 from pipelinerl.kube.client import PodEnd
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.recipe.loading import load_recipe
-from pipelinerl.transfer import stores
 from pipelinerl.transfer.chunks import pack
 from pipelinerl.transfer.delta import LogDamaged
-from pipelinerl.transfer.manifest import Manifest, build_manifest
 from pipelinerl.transfer.stores import StoreError, open_store
 from pipelinerl.transfer.weight_log import WeightLog
 from services.actor.metrics import ActorMetrics
-from services.actor.weight_sync.client import StagedWeights, WeightLoading
 from services.actor.weight_sync.updates import ServingGate, UpdateListener
 from services.trainer.weight_sync.sender import LogWriter, Snapshot
 from tests.support.memory_bus import MemoryBus, MemoryServer
@@ -46,28 +42,9 @@ def snapshot(version: int, incarnation: int = 1) -> Snapshot:
     return Snapshot(MANIFEST, PolicyVersion(incarnation, version), stream_of(version))
 
 
-@dataclass
-class ReadingReceiver(ScriptedReceiver):
-    """Keeps the bytes of each version that it staged, as a worker reads them from the file."""
-
-    staged: dict[PolicyVersion, bytes] = field(default_factory=dict)
-    prepared: list[str] = field(default_factory=list)
-
-    async def prepare(self, manifest: Manifest) -> WeightLoading:
-        self.prepared.append(manifest.manifest_id)
-        return WeightLoading("shadow")
-
-    async def receive(self, version: PolicyVersion, deadline_s: float, file: Path | None = None) -> StagedWeights:
-        if file is not None:
-            self.staged[version] = file.read_bytes()
-        return await super().receive(version, deadline_s)
-
-
 @dataclass(kw_only=True)
 class Reader(RunningActor):
-    receiver: ReadingReceiver
     store: Faulty
-    registry: CollectorRegistry
 
     @property
     def served(self) -> list[int]:
@@ -92,12 +69,12 @@ class LogStage(Stage):
 
     async def read(self, name: str, max_lag: int | None = None) -> Reader:
         bus = await self.stack.enter_async_context(MemoryBus(RUN, server=self.server, limits=LIMITS))
-        receiver, gate, registry = ReadingReceiver(), ServingGate(max_lag), CollectorRegistry()
+        receiver, gate, metrics = ScriptedReceiver(), ServingGate(max_lag), ActorMetrics(CollectorRegistry())
         store = Faulty(await self.stack.enter_async_context(open_store(self.folder.as_uri(), bus)))
-        listener = UpdateListener(bus, receiver, gate, ActorMetrics(registry), instance=name, process="p1", log=store)
+        listener = UpdateListener(bus, receiver, gate, metrics, instance=name, process="p1", log=store)
         task = asyncio.create_task(listener.run())
         self.stack.push_async_callback(ended, task)
-        reader = Reader(name, bus, gate, listener, task, receiver=receiver, store=store, registry=registry)
+        reader = Reader(name, bus, gate, listener, task, receiver=receiver, store=store)
         await reader.register()
         await self.until(lambda: name in self.updater.readers.members)
         return reader
@@ -138,7 +115,7 @@ async def test_a_run_of_readers_only_goes_on_with_the_fastest_and_each_serves_wh
         assert slow.served[0] < 5, "it finished the version that it was staging"
         assert len(slow.served) == 2, "it skipped those between"
         for reader in (fast, slow):
-            for version, data in reader.receiver.staged.items():
+            for version, data in reader.receiver.read.items():
                 assert data == stream_of(version.number).numpy().tobytes()
         assert one.sender.sent == [], "the trainer sent no bytes to anyone"
         await one.until(lambda: one.updater.states["b"] == "serving")
@@ -209,7 +186,7 @@ async def test_a_store_that_is_away_or_damaged_stops_nobody_and_nothing_wrong_is
         assert reader.served == [0]
         reader.store.error = None
         await one.until(lambda: reader.served == [0, 3])
-        assert reader.receiver.staged[PolicyVersion(1, 3)] == stream_of(3).numpy().tobytes()
+        assert reader.receiver.read[PolicyVersion(1, 3)] == stream_of(3).numpy().tobytes()
         assert not one.updater.reasons
 
 
@@ -226,7 +203,7 @@ async def test_readers_follow_a_restarted_trainer_onto_its_branch(tmp_path: Path
         assert again.updater.readers.newest == -1, "it serves a version of the other trainer"
         await again.send(2)  # the trainer came back to a checkpoint of version 2
         assert reader.receiver.served[-1] == PolicyVersion(2, 2)
-        assert reader.receiver.staged[PolicyVersion(2, 2)] == stream_of(2).numpy().tobytes()
+        assert reader.receiver.read[PolicyVersion(2, 2)] == stream_of(2).numpy().tobytes()
 
 
 async def test_a_reader_that_leaves_or_restarts_is_told_of(tmp_path: Path) -> None:
@@ -276,22 +253,6 @@ async def test_an_actor_that_restarts_is_not_called_as_before_even_with_another_
         await one.until(lambda: not one.updater._main.coordinator.present and one.updater.num_present == 1)
 
 
-async def test_a_trainer_with_another_manifest_waits_for_a_swap(tmp_path: Path) -> None:
-    async with stage(tmp_path) as one:
-        reader = await one.read("a")
-        reader.receiver.may_commit.clear()
-        await one.updater.offer(0, snapshot(0))
-        await one.until(lambda: reader.gate.swapping)
-        other = build_manifest([("v", (4,), "float32")])
-        await one.updater.bus.publish_control("manifest", other.to_bytes())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(0.2):  # the swap goes on, although the message has arrived
-                await one.until(lambda: other.manifest_id in reader.receiver.prepared)
-        reader.receiver.may_commit.set()
-        await one.until(lambda: other.manifest_id in reader.receiver.prepared)
-        assert (reader.served, reader.gate.served) == ([0], PolicyVersion(1, 0))
-
-
 async def test_a_run_that_no_actor_can_read_ends_with_the_reason_of_the_store(tmp_path: Path) -> None:
     async with stage(tmp_path) as one:
         await one.read("a")
@@ -320,49 +281,3 @@ async def test_a_slow_store_keeps_one_snapshot_beside_the_newest(tmp_path: Path)
         await one.until(lambda: [made() is not None for made in streams] == [True, False, False, True])
         one.store.may_go.set()
         await one.updater.log.all_announced()  # type: ignore[union-attr]
-
-
-async def test_a_reader_without_an_address_is_never_called(tmp_path: Path) -> None:
-    async with stage(tmp_path) as one:
-        reader = await one.read("a")
-        await reader.register(grpc_address="")
-        await one.until(lambda: not one.updater.readers.members["a"].grpc_address)
-        await one.send(0)
-        assert (reader.served, one.updater.serving, one.updater.members) == ([0], {}, {})
-        of = reader.registry.get_sample_value
-        assert of("pipelinerl_actor_received_bytes_total") == one.updater.log.published.objects[0].bytes  # type: ignore[union-attr]
-        assert of("pipelinerl_actor_receive_seconds_count") == 1
-        assert one.updater.states == {"a": "serving"}
-
-
-async def test_a_failed_commit_ends_a_reader(tmp_path: Path) -> None:
-    from services.actor.weight_sync.client import CommitFailed
-
-    async with stage(tmp_path) as one:
-        reader = await one.read("a")
-        reader.receiver.commit_error = CommitFailed("half of it")
-        await one.updater.offer(0, snapshot(0))
-        with pytest.raises(ExceptionGroup) as raised, suppress(asyncio.CancelledError):
-            async with asyncio.timeout(60):
-                await reader.task
-        assert raised.group_contains(CommitFailed, match="half of it")
-
-
-async def test_a_store_that_is_away_at_the_start_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, calls = stores.open_files, list[str]()
-
-    def away_at_first(field: str, url: str) -> Any:
-        calls.append(url)
-        if len(calls) == 1:
-            raise OSError("When resolving region for bucket")
-        return opened(field, url)
-
-    monkeypatch.setattr(stores, "open_files", away_at_first)
-    async with MemoryBus(RUN, server=MemoryServer(), limits=LIMITS) as bus, open_store(tmp_path.as_uri(), bus) as store:
-        assert (store.place, len(calls)) == (tmp_path.as_uri(), 2)
-
-
-def test_the_log_takes_only_stores_that_it_can_open() -> None:
-    assert load_recipe("arithmetic", ["weights.log=gs://bucket/weights"]).weights.log_place == "gs://bucket/weights"
-    with pytest.raises(UserError, match=r"weights\.log.*use 'nats'"):
-        load_recipe("arithmetic", ["weights.log=hf://owner/name"])

@@ -1,9 +1,16 @@
+"""Manifests: the layout of what is sent, an id of all of it, and what is no manifest."""
+
+from math import inf
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.errors import FieldError
+from pipelinerl.errors import FieldError, MessageError
 from pipelinerl.transfer.manifest import Chunk, LowRank, Manifest, build_manifest, chunk_size
+from pipelinerl.v1 import control_pb2 as pb
+from tests.unit.builders import changed
 
 TWO = [("a", (3, 5), "float32"), ("b", (4,), "bfloat16")]
 FACTORS = [("q.a", (2, 5), "float32"), ("q.b", (3, 2), "float32")]
@@ -90,3 +97,31 @@ def test_with_adapters_only_factors_are_sent() -> None:
     build_manifest(FACTORS, low_rank=adapted(shape=(5, 3), transposed=True))
     with pytest.raises(FieldError, match="low_rank"):
         build_manifest([*FACTORS, ("norm", (3,), "float32")], low_rank=adapted())
+
+
+def test_a_manifest_of_adapters_comes_back_unchanged_and_its_id_is_checked() -> None:
+    data = build_manifest(FACTORS, low_rank=adapted()).to_bytes()
+    assert Manifest.from_bytes(data).to_bytes() == data
+    with pytest.raises(MessageError, match="is not the id of its content"):
+        Manifest.from_bytes(changed(pb.WeightManifest.FromString(data), manifest_id="another").SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("parameters", {"parameters": []}),
+        ("parameters", {"parameters": [pb.ParameterSpec(name="w", shape=[1], dtype="float32")] * 2}),
+        ("parameters.name", {"parameters": [pb.ParameterSpec(shape=[1], dtype="float32")]}),
+        ("parameters[w].shape", {"parameters": [pb.ParameterSpec(name="w", shape=[0], dtype="float32")]}),
+        ("parameters[w].dtype", {"parameters": [pb.ParameterSpec(name="w", shape=[1], dtype="int8")]}),
+        ("chunk_bytes", {"chunk_bytes": 0}),
+        ("chunk_bytes", {"chunk_bytes": 100}),
+        ("wire_dtype", {"wire_dtype": "int8"}),
+        ("low_rank[q.weight].scaling", {"low_rank": [pb.LowRank(**ADAPTED | {"scaling": inf})]}),
+    ],
+)
+def test_a_wrong_manifest_names_its_field(field: str, changes: dict[str, Any]) -> None:
+    right = {"parameters": [pb.ParameterSpec(name=n, shape=s, dtype=d) for n, s, d in FACTORS], "chunk_bytes": 64}
+    with pytest.raises(MessageError) as caught:
+        Manifest.from_bytes(pb.WeightManifest(**right | changes).SerializeToString())
+    assert (caught.value.kind, caught.value.field) == ("WeightManifest", field)

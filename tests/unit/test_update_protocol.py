@@ -15,18 +15,19 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.bus.protocol import StreamLimits
 from pipelinerl.errors import ManifestMismatch, ServiceError, TransferError, UserError
 from pipelinerl.kube.client import PodEnd
-from pipelinerl.messages.control import Backend
+from pipelinerl.messages.control import Backend, decode_control
 from pipelinerl.messages.sequences import PolicyVersion
 from pipelinerl.service.lifecycle import GpuTurn
 from pipelinerl.transfer.manifest import GroupSpec, Manifest, TransferResult, build_manifest
-from pipelinerl.v1.control_pb2 import EpochJoined, Registration, Staged
+from pipelinerl.v1.control_pb2 import Registration
+from services.actor.app import Heartbeat
 from services.actor.metrics import ActorMetrics
 from services.actor.weight_sync.client import CommitFailed, StagedWeights, WeightLoading
 from services.actor.weight_sync.updates import ServingGate, UpdateListener
 from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.coordinator import DeadlinePassed, EvictionCause
 from services.trainer.weight_sync.membership import MemberChange, UpdateRecord
-from services.trainer.weight_sync.updater import WeightUpdater, coalesce_departures
+from services.trainer.weight_sync.updater import WeightUpdater
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN
 
@@ -84,6 +85,8 @@ class ScriptedReceiver:
     may_commit: asyncio.Event = field(default_factory=_open)
     commit_error: TransferError | None = None
     served: list[PolicyVersion] = field(default_factory=list)
+    read: dict[PolicyVersion, bytes] = field(default_factory=dict)
+    """Bytes of each version that it received from a file."""
     joined: list[tuple[str, int, int]] = field(default_factory=list)
     discards: int = 0
     refuses: Exception | None = None
@@ -105,6 +108,8 @@ class ScriptedReceiver:
         self.joined.append((group.name, group.rank, group.world))
 
     async def receive(self, version: PolicyVersion, deadline_s: float, file: Path | None = None) -> StagedWeights:
+        if file is not None:
+            self.read[version] = file.read_bytes()
         await self.may_receive.wait()
         return StagedWeights(self.on_receive(version), 16, 0.001, 0.001)
 
@@ -387,40 +392,28 @@ async def test_a_bug_in_a_receive_and_a_swap_that_breaks_half_way_end_the_actor_
         assert one.actors["a"].gate.served is None
 
 
-async def test_updates_go_on_while_a_joiner_is_stuck_and_take_it_in_when_it_serves() -> None:
-    async with stage("a") as one:
-        await one.send(0)
-        joiner = await one.join("b", stuck=True)
-        await one.until(lambda: len(one.sender.sent) == 2 and joiner.listener.staging_state == "receiving")
-        assert sorted(one.updater.states.values()) == ["joining", "serving"]
-        await one.send(1)
-        assert list(one.updater.members) == list(one.updater.serving) == ["a"], "b is on its way to version 0"
-        joiner.receiver.may_receive.set()
-        await one.until(lambda: one.served("b") == [0, 1])
-        await one.until_serving("a", "b")
-        await one.send(2)
-        assert one.served("a")[-1] == one.served("b")[-1] == 2
-        assert {actor.listener.staging_state for actor in one.actors.values()} == {"idle"}
-        assert one.updater.evictions == 0
-        await one.actors["a"].bus.remove_member("a")
-        await one.until_serving("b")
-
-
-async def test_a_side_group_outlives_the_epochs_of_the_others() -> None:
+async def test_updates_and_new_epochs_go_on_while_a_joiner_is_stuck_and_take_it_in_when_it_serves() -> None:
     async with stage("a", "c") as one:
         await one.send(0)
         joiner = await one.join("b", stuck=True)
-        await one.until(lambda: joiner.listener.staging_state == "receiving")
+        await one.until(lambda: len(one.sender.sent) == 2 and joiner.listener.staging_state == "receiving")
+        assert sorted(one.updater.states.values()) == ["joining", "serving", "serving"]
         side = joiner.listener.epoch
         await one.actors["c"].bus.remove_member("c")
         await one.until(lambda: one.updater.num_present == 2)
         await one.send(1)  # in an epoch of a alone, of which b hears
         await one.until(lambda: joiner.gate.announced == PolicyVersion(1, 1))
-        assert (list(one.updater.members), one.joining, one.updater.regroups) == (["a"], ["b"], 1)
+        assert list(one.updater.members) == list(one.updater.serving) == ["a"], "b is on its way to version 0"
         assert (joiner.listener.epoch, joiner.listener.staging_state, joiner.receiver.discards) == (side, "receiving", 0)
         joiner.receiver.may_receive.set()
         await one.until(lambda: one.served("b") == [0, 1])
         assert one.sender.sent == ["snapshot-0", "snapshot-0", "snapshot-1", "snapshot-1"], "each once to b"
+        await one.until_serving("a", "b")
+        await one.send(2)
+        assert one.served("a")[-1] == one.served("b")[-1] == 2
+        assert {one.actors[name].listener.staging_state for name in "ab"} == {"idle"}
+        await one.actors["a"].bus.remove_member("a")
+        await one.until_serving("b")
 
 
 async def test_newcomers_share_a_transfer_and_one_that_fails_is_put_out_of_it_and_comes_back_alone() -> None:
@@ -442,19 +435,6 @@ async def test_newcomers_share_a_transfer_and_one_that_fails_is_put_out_of_it_an
         await one.send(2)
         assert list(one.updater.members) == ["a", "b", "c", "d"]
         assert one.updater.evictions == 0, "no member of the epoch was lost"
-
-
-async def test_a_newcomer_that_goes_while_it_shares_a_transfer_does_not_stop_the_others() -> None:
-    async with stage("a") as one:
-        await one.send(0)
-        one.updater.transfers_s.append(0.5)
-        b, d = await one.join("b", stuck=True), await one.join("d", stuck=True)
-        await one.until(lambda: b.listener.staging_state == d.listener.staging_state == "receiving")
-        await d.register("p9", phase="starting")  # it has died and starts again
-        await one.until(lambda: one.sender.opened == [(1, 2), (2, 3), (3, 2)])
-        assert (one.updater.starting, one.joining, one.updater.num_present) == ({"d"}, ["b"], 2)
-        b.receiver.may_receive.set()
-        await one.until(lambda: one.served("b") == [0])
 
 
 async def test_nobody_is_evicted_while_a_transfer_makes_progress_at_its_usual_rate() -> None:
@@ -521,50 +501,25 @@ async def test_an_actor_never_goes_back_to_an_older_version() -> None:
         assert b.gate.announced == PolicyVersion(1, 0)
 
 
-def test_departures_that_come_in_a_row_are_taken_together_when_they_are_of_one_kind() -> None:
-    formed, sent = EpochJoined(epoch=1), Staged(epoch=1, version=1)
-    down = [c.MembersLeaving.unregistered(name) for name in "bcd"]
-    one, two = (c.MembersLeaving((c.Member(name, "p"),), "its pod is being deleted") for name in "ef")
-    gone = c.MembersLeaving((c.Member("g", "p"),), "its pod was deleted", still_running=False)
-    events: list[c.Event] = [formed, *down[:2], sent, down[2], one, two, gone]
-    assert [event for _, event in coalesce_departures([(None, event) for event in events])] == [
-        formed,
-        c.MembersLeaving.unregistered("b", "c"),
-        sent,
-        c.MembersLeaving.unregistered("d"),
-        c.MembersLeaving((*one.members, *two.members), "its pod is being deleted"),
-        gone,
-    ]
-
-
-async def test_a_new_pod_of_that_name_and_a_container_that_starts_again_are_admitted() -> None:
-    async with stage("a") as one:
-        b = await one.join("b", pod_uid="u1")
-        await one.send(0)
-        await one.until_serving("a", "b")
-        await b.register("p2", pod_uid="u1")
-        present = one.updater._main.coordinator.present
-        await one.until(lambda: present["b"].process == "p2")
-        one.updater.pod_ends(PodEnd("b", "u1", "its pod is being deleted", still_running=True))
-        await one.until(lambda: one.updater.num_present == 1)
-        await b.register("p3", pod_uid="u2")
-        await one.until(lambda: one.updater.num_present == 2)
-        one.updater.pod_ends(PodEnd("b", "u1", "its pod was deleted", still_running=False))
-        one.updater.post(None, c.MembersLeaving((c.Member("b", "p1", pod_uid="u1"),), "its pod was deleted"))
-        await one.send(1)
-        assert one.updater.num_present == 2, "what is heard of the old ones does not touch the new one"
-        assert one.told("b")[-1] != "evicted"
-
-
-async def test_an_actor_that_says_it_drains_has_left_in_order() -> None:
+async def test_an_actor_that_says_it_drains_and_one_whose_pod_is_deleted_have_left_in_order() -> None:
     async with stage("a", "b") as one:
+        d = await one.join("d", pod_uid="u1")
         await one.send(0)
+        await one.until_serving("a", "b", "d")
         await one.actors["b"].register(phase="draining")
-        await one.until(lambda: one.updater.states == {"a": "serving", "b": "leaving"})
+        await one.until(lambda: one.updater.states == {"a": "serving", "b": "leaving", "d": "serving"})
         await one.actors["b"].bus.remove_member("b")
         await one.send(1)
         assert (one.updater.evictions, one.told("b")) == (0, ["joined", "left"])
         assert one.history.changes[-1].reason == "it is shutting down"
+        one.updater.pod_ends(PodEnd("d", "u1", "its pod is being deleted", still_running=True))
+        await one.until(lambda: one.updater.num_present == 1)
+        await d.register("p3", pod_uid="u2")
+        await one.until(lambda: one.updater.num_present == 2)
+        one.updater.pod_ends(PodEnd("d", "u1", "its pod was deleted", still_running=False))
+        await one.send(2)
+        assert one.updater.num_present == 2, "what is heard of the old pod does not touch the new one"
+        assert one.told("d")[-1] != "evicted"
 
 
 @pytest.mark.parametrize("how", ["leaves", "restarts"])
@@ -640,3 +595,56 @@ async def test_an_engine_that_starts_again_before_the_trainers_turn_sleeps_once_
             await one.updater.order_sleep()
             await asyncio.sleep(0)
         assert (one.served("a"), actor.receiver.sleeps) == ([0], ["asleep"])
+
+
+# --- an actor's registration: kept fresh, true, and gone once it leaves
+
+
+def heartbeat(bus: MemoryBus, gate: ServingGate, manifest_id: Callable[[], str] = lambda: "") -> Heartbeat:
+    return Heartbeat(bus, gate, manifest_id, Registration(actor="a", process="p1", grpc_address="a:1", ranks=2, pod_uid="u1"))
+
+
+def test_a_registration_says_what_is_served() -> None:
+    gate = ServingGate(max_lag=1)
+    assert heartbeat(MemoryBus(RUN), gate).registration().phase == "starting", "it is not prepared for a manifest"
+    beat = heartbeat(MemoryBus(RUN), gate, lambda: "m1")
+    assert (beat.registration().phase, beat.registration().incarnation) == ("joining", 0)
+    gate.serve(PolicyVersion(1, 3))
+    now = beat.registration()
+    assert (now.phase, now.policy_version, now.incarnation) == ("serving", 3, 1)
+    assert (now.manifest_id, now.ranks, now.process, now.pod_uid) == ("m1", 2, "p1", "u1")
+    gate.drain()
+    assert beat.registration().phase == "draining"
+
+
+@pytest.mark.parametrize(("drains", "said"), [(True, ["joining", "draining", "gone"]), (False, ["joining", "gone"])])
+async def test_an_actor_leaves_once_and_drains_before(drains: bool, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    async with MemoryBus(RUN, limits=StreamLimits(member_ttl_s=0.3)) as bus:
+        gate, heard, registered = ServingGate(1), list[str](), asyncio.Event()
+
+        async def put(actor: str, payload: bytes) -> None:
+            heard.append(decode_control(payload, Registration).phase)
+            registered.set()
+
+        async def remove(actor: str) -> None:
+            heard.append("gone")
+
+        monkeypatch.setattr(bus, "put_member", put)
+        monkeypatch.setattr(bus, "remove_member", remove)
+        beat = heartbeat(bus, gate, lambda: "m1")
+        beating = asyncio.create_task(beat.run())
+        await registered.wait()
+        if drains:
+            gate.drain()
+        await ended(beating)
+        await beat.leave()
+        await beat.leave()
+        assert list(dict.fromkeys(heard)) == said
+
+
+async def test_leaving_a_bus_that_is_away_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    async with MemoryBus(RUN, limits=StreamLimits(member_ttl_s=0.06)) as bus:
+        bus.server.set_reachable(False)
+        async with asyncio.timeout(60):
+            await heartbeat(bus, ServingGate(1)).leave()
+    assert "it will expire" in caplog.text

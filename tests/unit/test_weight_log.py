@@ -30,7 +30,7 @@ from pipelinerl.transfer.delta import (
     largest_object,
 )
 from pipelinerl.transfer.manifest import Manifest, build_manifest
-from pipelinerl.transfer.stores import FileStore, LogStore, ObjectMissing, StoreError, open_store
+from pipelinerl.transfer.stores import LogStore, ObjectMissing, StoreError, open_store
 from pipelinerl.transfer.weight_log import Replica, WeightLog
 from pipelinerl.v1.control_pb2 import LogObject, Published
 
@@ -342,8 +342,9 @@ async def test_anchors_come_when_deltas_outweigh_one_and_old_chains_go(store: Fa
 
 def test_the_longest_announcement_fits_the_smallest_message_that_nats_is_set_up_for() -> None:
     """1 MiB is nats-server's own limit. A chain has an anchor, and as many deltas as `weights.anchor_every` allows."""
-    with pytest.raises(UserError, match=r"weights\.anchor_every = 4097: .* 4096"):
-        load_recipe("arithmetic", ["weights.anchor_every=4097"])
+    for wrong, said in (("weights.anchor_every=4097", r"= 4097: .* 4096"), ("weights.log=hf://owner/name", r".*use 'nats'")):
+        with pytest.raises(UserError, match=said):
+            load_recipe("arithmetic", [wrong])
     most = load_recipe("arithmetic", ["weights.anchor_every=4096"]).weights.anchor_every
     key = f"{'r' * 40}/{2**32 - 1}/{2**64 - 1}-anchor.safetensors"
     longest = LogObject(version=2**64 - 1, key=key, bytes=2**64 - 1, sha256=bytes(32))
@@ -436,7 +437,6 @@ async def test_a_damaged_object_or_announcement_is_named_and_the_next_version_is
         (whole[:-1], "bytes"),
         (whole + b"x", "bytes"),
         (whole[:-1] + bytes([whole[-1] ^ 1]), "sha256"),
-        (b"", "bytes"),
         (bytes(3 * stores.PIECE_BYTES), f"bytes is {stores.PIECE_BYTES},"),  # the rest is not even read
     ):
         file.write_bytes(damaged)
@@ -458,8 +458,8 @@ async def test_a_damaged_object_or_announcement_is_named_and_the_next_version_is
     short.objects[0].sha256 = b"x"
     del without.objects[0]
     large.objects[1].bytes = 2**60
-    escaping = [forged() for _ in range(5)]
-    for message, key in zip(escaping, ("w/../../secret", "w//x", "/x", "w/.x", ""), strict=True):
+    escaping = [forged() for _ in range(4)]
+    for message, key in zip(escaping, ("w/../../secret", "w//x", "/x", "w/.x"), strict=True):
         message.objects[1].key = key
     for wrong, field in (
         (forged(manifest_id="0" * 16), "manifest_id"),
@@ -477,35 +477,6 @@ async def test_a_damaged_object_or_announcement_is_named_and_the_next_version_is
     assert reader.version is None
     published = await log.add(history.step(), *history.sent())
     assert (await reader.bring_to(published)).read_bytes() == history.streams[history.version].tobytes()
-
-
-async def test_a_reader_behind_retention_takes_the_next_announcement(store: Faulty, tmp_path: Path) -> None:
-    history, log = History(MIXED, 8), WeightLog(store, MIXED, "w", anchor_every=2)
-    old = await log.add(history.version, *history.sent())
-    for _ in range(8):
-        published = await log.add(history.step(), *history.sent())
-        store.delete_fails = len(published.objects) == 3  # at each anchor; the next call tries again
-        with contextlib.suppress(StoreError):
-            await log.discard_old()
-    reader = Replica(store, MIXED, tmp_path / "reader")
-    with pytest.raises(ObjectMissing, match=r"file://.*/log: there is no object w/1/0-anchor.safetensors"):
-        await reader.bring_to(old)
-    assert (await reader.bring_to(published)).read_bytes() == history.streams[history.version].tobytes()
-
-
-async def test_the_same_number_in_a_later_incarnation_is_another_version(store: Faulty, tmp_path: Path) -> None:
-    history, log = History(MIXED, 9), WeightLog(store, MIXED, "w", anchor_every=100)
-    reader = Replica(store, MIXED, tmp_path / "reader")
-    await log.add(history.version, *history.sent())
-    await reader.bring_to(await log.add(history.step(), *history.sent()))
-    start, other = PolicyVersion(2, 0), PolicyVersion(2, history.version.number)
-    first = history.streams[PolicyVersion(1, 0)]
-    await log.add(start, *on_host(first))
-    second = changed_stream(MIXED, first, 0.01, history.rng)
-    published = await log.add(other, *on_host(second))
-    assert [one.version for one in published.objects] == [0, other.number]
-    assert (await reader.bring_to(published)).read_bytes() == second.tobytes()
-    assert reader.version == other
 
 
 # --- The store ---------------------------------------------------------------------------------------------------------
@@ -546,10 +517,6 @@ async def test_a_folder_that_cannot_be_written_is_a_store_error(tmp_path: Path) 
     (tmp_path / "file").write_text("no folder")
     async with open_store(f"file://{tmp_path}/file", None) as opened:  # type: ignore[arg-type]
         with pytest.raises(StoreError, match=f"^file://{tmp_path}/file: "):
-            await opened.put("w", [b"x"])
-    async with open_store("file:///proc/nothing", None) as opened:  # type: ignore[arg-type]
-        assert isinstance(opened, FileStore)
-        with pytest.raises(StoreError):
             await opened.put("w", [b"x"])
 
 
