@@ -1,35 +1,35 @@
-import os
-import queue
-import signal
-import subprocess
-import sys
+"""Manifests: the layout of what is sent, an id of all of it, and what is no manifest. Chunks: packed, checked and unpacked."""
+
 import threading
+from contextlib import closing
+from math import inf
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import PrefixStore, TCPStore
 
-from pipelinerl.errors import TransferError
+from pipelinerl.errors import FieldError, MessageError, TransferError
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.service.lifecycle import on_thread
 from pipelinerl.transfer.chunks import (
     ROW_BYTES,
+    ReusedMemory,
     Unpacker,
     checksum,
     chunk_of,
     describe,
     device_checksum,
     pack,
-    tensor_sums,
+    prefetch,
     version_checksum,
 )
-from pipelinerl.transfer.group import HOST, GroupStore, WeightGroup, open_store
-from pipelinerl.transfer.manifest import DeadlineExceeded, GroupFailed, GroupSpec, Manifest, ManifestDiffers, TransferAborted
+from pipelinerl.transfer.group import HOST
+from pipelinerl.transfer.manifest import Chunk, LowRank, Manifest, ManifestDiffers, TransferAborted, build_manifest, chunk_size
+from pipelinerl.v1 import control_pb2 as pb
 from services.actor.weight_sync.worker import Receiver
 from services.trainer.weight_sync.sender import WeightSender
-from tests.unit.test_gloo_chain import at_once, connected, spec
+from tests.unit.builders import changed
 
 VERSION = PolicyVersion(1, 8)
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
@@ -52,14 +52,12 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
         self.closed = False
-        self.given_s: set[float] = set()
 
     def first_chunk(self, content: str) -> int:
         return 0
 
     def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> None:
         self.sent.append(tensor.clone())
-        self.given_s.add(timeout_s)
 
     def close(self) -> None:
         self.closed = True
@@ -73,7 +71,6 @@ class Wire:
 class Replay(Wire):
     def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> None:
         tensor.copy_(self.sent.pop(0))
-        self.given_s.add(timeout_s)
 
 
 def receiver(group, manifest, version=VERSION, aborted=None) -> Receiver:
@@ -85,26 +82,6 @@ def transmitted() -> tuple[Wire, WeightSender]:
     sender, wire = WeightSender(describe(weights.items(), chunk_bytes=256)), Wire()
     sender.broadcast(sender.snapshot(VERSION, weights), wire, 5).result(timeout=60)  # type: ignore[arg-type]
     return wire, sender
-
-
-def test_a_large_chunk_has_the_time_that_a_slow_network_needs() -> None:
-    weights = {"w": torch.zeros(1000)}
-    sender, wire = WeightSender(describe(weights.items(), chunk_bytes=2560), stall_timeout_s=0.0), Wire()
-    sender.broadcast(sender.snapshot(VERSION, weights), wire, 60).result(timeout=60)  # type: ignore[arg-type]
-    replay = wire.receiving()
-    receiving = Receiver(replay, sender.manifest, VERSION, timeout_s=60, stall_timeout_s=0.0, aborted=threading.Event())  # type: ignore[arg-type]
-    assert len(list(receiving.tensors())) == 1
-    assert wire.given_s == replay.given_s == {2560 / 20e6}
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-def test_an_engine_on_a_gpu_receives_into_pinned_host_memory(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    wire, sender = transmitted()
-    receiving, asked, empty = receiver(wire.receiving(), sender.manifest), set[bool](), torch.empty
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: pinned)
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: asked.add(pin_memory) or empty(*a, **k))
-    assert len(list(receiving.tensors())) == 3
-    assert asked == {pinned}
 
 
 def unpacked(manifest: Manifest, stream: torch.Tensor, ahead: int = 1) -> list[tuple[str, torch.Tensor]]:
@@ -174,22 +151,11 @@ def random_bytes(num_bytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(num_bytes))
 
 
-@pytest.mark.parametrize("num_bytes", [1, 64, ROW_BYTES - 8, ROW_BYTES, 5 * ROW_BYTES, 5 * ROW_BYTES + 72])
-def test_sums_of_a_chunk_are_those_of_its_words(num_bytes) -> None:
-    chunk = random_bytes(num_bytes)
-    padded = bytes(chunk.numpy()) + bytes(-num_bytes % ROW_BYTES or ROW_BYTES)
-    words = [int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8)]
-    rows = [sum(words[at : at + 1024]) % 2**64 for at in range(0, len(words), 1024)]
-    columns = [sum(words[at::1024]) % 2**64 for at in range(1024)]
-
-    assert tensor_sums(chunk).numpy().view("u8").tolist() == rows + columns
-
-
 @pytest.mark.parametrize("checksum", [checksum, device_checksum])
 def test_checksum_notices_every_changed_byte_and_what_sums_could_miss(checksum) -> None:
     chunk = random_bytes(3 * ROW_BYTES)
     words = chunk.view(torch.int64)
-    changed = []
+    sums = []
     for change in (
         lambda w: w[5].bitwise_xor_(1),
         lambda w: w[5].bitwise_xor_(-(2**63)),
@@ -200,14 +166,14 @@ def test_checksum_notices_every_changed_byte_and_what_sums_could_miss(checksum) 
     ):
         copy = words.clone()
         change(copy)
-        changed.append(checksum(copy.view(torch.uint8)))
+        sums.append(checksum(copy.view(torch.uint8)))
 
     for index in [*range(200), *range(ROW_BYTES - 4, ROW_BYTES + 4), 3 * ROW_BYTES - 1]:
         copy = chunk.clone()
         copy[index] ^= 1 << (index + 1) % 8
-        changed.append(checksum(copy))
+        sums.append(checksum(copy))
 
-    assert len({checksum(chunk), *changed}) == 1 + len(changed)
+    assert len({checksum(chunk), *sums}) == 1 + len(sums)
     assert checksum(torch.zeros(64, dtype=torch.uint8)) != checksum(torch.zeros(128, dtype=torch.uint8))
     assert 0 <= checksum(chunk) < 2**56  # the header's field is a signed 64-bit one
     assert len({version_checksum("m", [1, 2]), version_checksum("m", [2, 1]), version_checksum("n", [1, 2])}) == 3
@@ -289,119 +255,156 @@ def test_a_broadcast_that_is_given_up_fails_and_closes_the_group() -> None:
     assert (group.sent, group.closed) == ([], True)
 
 
-# --- real groups of host memory ---------------------------------------------------------------------------------------
+# --- memory that is used again, never while somebody still looks at it; items made ahead, in bounded number
 
 
-@pytest.fixture
-def store() -> GroupStore:
-    return GroupStore()
+def test_memory_that_nobody_holds_is_used_again() -> None:
+    memory = ReusedMemory(1)
+    first = memory.take(64)
+    address = first.data_ptr()
+    del first
+    second = memory.take(32)
+    assert second.data_ptr() == address
+    assert second.shape == (32,)
 
 
-def test_member_that_left_fails_the_broadcast_at_once_and_the_next_epoch_works(store) -> None:
-    trainer, actor = connected(store, 2)
-    actor.close()
-    with pytest.raises(GroupFailed) as caught:
-        trainer.broadcast(torch.zeros(1 << 24), 120)  # more than the kernel buffers
-    assert not isinstance(caught.value, DeadlineExceeded)
-    trainer.close()
-    trainer.close()
-    with pytest.raises(GroupFailed, match="is closed"):
-        trainer.broadcast(torch.zeros(1), 1)
-
-    trainer, actor = connected(store, 2, "epoch-2")
-    tensors = [torch.arange(4.0), torch.zeros(4)]
-    at_once(lambda rank: (trainer, actor)[rank].broadcast(tensors[rank], 120), 0, 1)
-    assert tensors[1].tolist() == [0, 1, 2, 3]
+def test_memory_under_any_view_is_left_to_its_holder_and_apart_from_what_others_hold() -> None:
+    memory = ReusedMemory(2)
+    taken = memory.take(64)
+    kept = taken.view(torch.float32)[3:5].fill_(7.0)
+    del taken
+    for _ in range(4):
+        memory.take(64).fill_(255)
+    assert kept.tolist() == [7.0, 7.0]
+    memory = ReusedMemory(2)
+    held = [memory.take(64).fill_(number) for number in range(5)]
+    assert [tensor.unique().tolist() for tensor in held] == [[number] for number in range(5)]
 
 
-def test_silent_peer_and_missing_peer_end_at_the_deadline(store) -> None:
-    _trainer, actor = connected(store, 2)
-    with pytest.raises(DeadlineExceeded):
-        actor.broadcast(torch.zeros(4), 0.2)
-    with pytest.raises(DeadlineExceeded):
-        WeightGroup.connect(spec(store, 1, 2, "epoch-2"), 2)
+def test_the_next_item_is_made_while_one_is_in_hand_and_closing_early_ends_the_thread() -> None:
+    made = threading.Event()
+
+    def make():
+        yield 1
+        made.set()
+        yield from range(2, 1000)
+
+    ahead = prefetch(make(), 2, "ends-early")
+    assert next(ahead) == 1
+    assert made.wait(60)
+    assert next(ahead) == 2
+    ahead.close()
+    ahead.close()
+    assert not any(thread.name.startswith("ends-early") for thread in threading.enumerate())
+
+
+def test_an_error_comes_where_the_item_would_have_come() -> None:
+    def make():
+        yield 1
+        raise ValueError("broken")
+
+    with closing(prefetch(make(), 2, "test")) as ahead:
+        assert next(ahead) == 1
+        with pytest.raises(ValueError, match="broken"):
+            next(ahead)
+
+
+# --- manifests
+
+TWO = [("a", (3, 5), "float32"), ("b", (4,), "bfloat16")]
+FACTORS = [("q.a", (2, 5), "float32"), ("q.b", (3, 2), "float32")]
+ADAPTED = {"name": "q.weight", "shape": (3, 5), "dtype": "bfloat16", "a": "q.a", "b": "q.b", "scaling": 0.1}
+"""Rank 2, from 5 to 3."""
+
+
+def adapted(**changes) -> list[LowRank]:
+    return [LowRank(**ADAPTED | changes)]
+
+
+def test_layout_by_hand_and_chunks_between_devices_are_larger_unless_the_recipe_says_a_size() -> None:
+    manifest = build_manifest(TWO, chunk_bytes=64)
+
+    assert manifest.sizes == (60, 8)  # 15 float32, 4 bfloat16
+    assert manifest.offsets == (0, 64)
+    assert manifest.chunks == (Chunk(0, 0, 64, range(1)), Chunk(1, 64, 64, range(1, 2)))
+    assert manifest.total_bytes == 128
+    assert build_manifest(TWO, wire_dtype="bfloat16").sizes == (30, 8)
+    assert [chunk_size(mib, backend) for mib in (None, 0.0001) for backend in ("gloo", "nccl")] == [2**24, 2**27, 128, 128]
+
+
+def test_chunks_hold_whole_parameters_or_a_part_of_one() -> None:
+    """Padded to 64 bytes: 64, 64, 192, 64 and 128 in chunks of at most 128."""
+    sizes = {"a": 1, "b": 16, "large": 40, "c": 3, "d": 32}
+    manifest = build_manifest([(name, (size,), "float32") for name, size in sizes.items()], chunk_bytes=128)
+    assert [(chunk.offset, chunk.num_bytes, [*chunk.parameters]) for chunk in manifest.chunks] == [
+        (0, 128, [0, 1]),
+        (128, 128, [2]),
+        (256, 64, [2]),
+        (320, 64, [3]),
+        (384, 128, [4]),
+    ]
+
+
+def test_every_difference_changes_the_id() -> None:
+    different = [
+        build_manifest(TWO),
+        build_manifest([("x", (3, 5), "float32"), TWO[1]]),
+        build_manifest([("a", (5, 3), "float32"), TWO[1]]),
+        build_manifest([("a", (3, 5), "float16"), TWO[1]]),
+        build_manifest(TWO[:1]),
+        build_manifest(TWO, chunk_bytes=128),
+        build_manifest(TWO, wire_dtype="float16"),
+        build_manifest(FACTORS),
+        build_manifest(FACTORS, low_rank=adapted()),
+        build_manifest(FACTORS, low_rank=adapted(scaling=0.2)),
+    ]
+    assert len({manifest.manifest_id for manifest in different}) == len(different)
 
 
 @pytest.mark.parametrize(
-    ("world", "timeout_s", "patience_s", "comes_after_s", "missing"),
-    [(4, 2, None, 0.0, (1, 3)), (3, 60, 0.2, 0.5, (1,))],
-    ids=["to the deadline", "patience begins when the first has come"],
+    ("changes", "problem"),
+    [
+        ({"a": "q.c"}, "low_rank"),
+        ({"a": "q.b"}, "low_rank"),
+        ({"shape": (5, 3)}, r"low_rank\[q.weight\].shape"),
+        ({"transposed": True}, r"low_rank\[q.weight\].shape"),
+        ({"dtype": "int8"}, r"low_rank\[q.weight\].dtype"),
+    ],
 )
-def test_rank_0_names_the_missing_ranks_and_ends_the_wait_of_the_others(
-    store, world, timeout_s, patience_s, comes_after_s, missing
-) -> None:
-    told = list[BaseException]()
-
-    def come() -> None:
-        try:
-            WeightGroup.connect(spec(store, 2, world), 60)
-        except TransferAborted as error:
-            told.append(error)
-
-    coming = threading.Timer(comes_after_s, come)
-    coming.start()
-    meeting = PrefixStore("epoch-1", open_store(spec(store, 2, world), 120))
-    while not comes_after_s and not meeting.check(["here/2"]):
-        threading.Event().wait(0.01)
-    with pytest.raises(DeadlineExceeded) as caught:
-        WeightGroup.connect(spec(store, 0, world), timeout_s, patience_s=patience_s)
-    assert caught.value.missing == missing
-    coming.join(60)
-    assert len(told) == 1
+def test_adapters_that_do_not_fit_their_factors(changes, problem) -> None:
+    with pytest.raises(FieldError, match=problem):
+        build_manifest(FACTORS, low_rank=adapted(**changes))
 
 
-@pytest.mark.parametrize(("gives_up", "timeout_s"), [(True, 30), (False, 3)], ids=["given up", "in time"])
-def test_a_trainer_to_whom_nobody_connects_does_not_wait_for_ever(store, gives_up: bool, timeout_s: float) -> None:
-    given_up = threading.Event()
-    meeting = PrefixStore("epoch-1", open_store(spec(store, 1, 2), 120))
-    meeting.set("here/1", '["", 0]')  # and comes no further
-    coming = on_thread("trainer", lambda: WeightGroup.connect(spec(store, 0, 2), timeout_s, given_up))
-    while not meeting.check(["outcome"]):
-        threading.Event().wait(0.01)
-    if gives_up:
-        given_up.set()
-    with pytest.raises(TransferAborted if gives_up else DeadlineExceeded):
-        coming.result(60)
+def test_with_adapters_only_factors_are_sent() -> None:
+    build_manifest(FACTORS, low_rank=adapted(shape=(5, 3), transposed=True))
+    with pytest.raises(FieldError, match="low_rank"):
+        build_manifest([*FACTORS, ("norm", (3,), "float32")], low_rank=adapted())
 
 
-HOST_OF_A_STORE = """
-import signal
-from pipelinerl.transfer.group import GroupStore
-
-store = GroupStore()
-print(store.port, flush=True)
-signal.pause()
-"""
+def test_a_manifest_of_adapters_comes_back_unchanged_and_its_id_is_checked() -> None:
+    data = build_manifest(FACTORS, low_rank=adapted()).to_bytes()
+    assert Manifest.from_bytes(data).to_bytes() == data
+    with pytest.raises(MessageError, match="is not the id of its content"):
+        Manifest.from_bytes(changed(pb.WeightManifest.FromString(data), manifest_id="another").SerializeToString())
 
 
-def test_store_whose_host_is_gone_ends_a_meeting_at_the_deadline_and_when_given_up_or_at_once_if_it_was_killed() -> None:
-    """A stopped process keeps its connections and answers nothing, as an unreachable machine does."""
-    host = subprocess.Popen([sys.executable, "-c", HOST_OF_A_STORE], stdout=subprocess.PIPE, text=True)
-    try:
-        port = int(host.stdout.readline())
-        store = TCPStore("127.0.0.1", port, is_master=False)
-        given_up, errors = threading.Event(), queue.Queue[Exception]()
-
-        def meet(name: str, timeout_s: float, given_up: threading.Event | None) -> None:
-            try:
-                WeightGroup.connect(GroupSpec(f"127.0.0.1:{port}", name, 1, 2), timeout_s, given_up)
-            except TransferError as error:
-                errors.put(error)
-
-        threads = [
-            threading.Thread(target=meet, args=arguments, daemon=True)
-            for arguments in (("epoch-1", 6.0, None), ("epoch-2", 600.0, given_up), ("epoch-3", 600.0, None))
-        ]
-        for thread in threads:
-            thread.start()
-        while not store.check(["epoch-1/here/1", "epoch-2/here/1", "epoch-3/here/1"]):
-            threading.Event().wait(0.01)
-        os.kill(host.pid, signal.SIGSTOP)
-        assert isinstance(errors.get(timeout=60), DeadlineExceeded)
-        given_up.set()
-        assert isinstance(errors.get(timeout=60), TransferAborted)
-        host.kill()
-        assert type(errors.get(timeout=60)) is GroupFailed
-    finally:
-        host.kill()
-        host.communicate()
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("parameters", {"parameters": []}),
+        ("parameters", {"parameters": [pb.ParameterSpec(name="w", shape=[1], dtype="float32")] * 2}),
+        ("parameters.name", {"parameters": [pb.ParameterSpec(shape=[1], dtype="float32")]}),
+        ("parameters[w].shape", {"parameters": [pb.ParameterSpec(name="w", shape=[0], dtype="float32")]}),
+        ("parameters[w].dtype", {"parameters": [pb.ParameterSpec(name="w", shape=[1], dtype="int8")]}),
+        ("chunk_bytes", {"chunk_bytes": 0}),
+        ("chunk_bytes", {"chunk_bytes": 100}),
+        ("wire_dtype", {"wire_dtype": "int8"}),
+        ("low_rank[q.weight].scaling", {"low_rank": [pb.LowRank(**ADAPTED | {"scaling": inf})]}),
+    ],
+)
+def test_a_wrong_manifest_names_its_field(field: str, changes: dict[str, Any]) -> None:
+    right = {"parameters": [pb.ParameterSpec(name=n, shape=s, dtype=d) for n, s, d in FACTORS], "chunk_bytes": 64}
+    with pytest.raises(MessageError) as caught:
+        Manifest.from_bytes(pb.WeightManifest(**right | changes).SerializeToString())
+    assert (caught.value.kind, caught.value.field) == ("WeightManifest", field)

@@ -1,13 +1,12 @@
 """Sequences, prompt groups and control messages on the wire: what goes in comes out, and nothing that is wrong passes."""
 
 from dataclasses import fields, replace
-from itertools import pairwise
 from math import inf, nan
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.errors import MessageError
@@ -130,137 +129,46 @@ def test_a_failed_sequence_needs_no_finish_reason() -> None:
     assert decode_sequence(data).failure == "aborted"
 
 
-@st.composite
-def spans_over(draw: st.DrawFn, num_tokens: int) -> tuple[VersionSpan, ...]:
-    if num_tokens == 0:
-        return ()
-    cuts = draw(st.sets(st.integers(1, max(1, num_tokens - 1)), max_size=4)) if num_tokens > 1 else set()
-    edges = [0, *sorted(cuts), num_tokens]
-    return tuple(
-        VersionSpan(draw(st.integers(0, 2**64 - 1)), start, end, draw(st.integers(1, 2**32 - 1)))
-        for start, end in pairwise(edges)
-    )
+INTERRUPTED = Branch(
+    prompt_token_ids=ids(1),
+    completion_token_ids=ids(2**31 - 1, 0, 5),
+    behaviour_logprobs=logs(-100.0, -1e-30),
+    spans=(VersionSpan(2**64 - 1, 0, 1, incarnation=2**32 - 1), VersionSpan(0, 2, 3)),
+    turns=(Turn(0, 1, FinishReason.LENGTH), Turn(2, 3, None)),
+)
+FINISHED = replace(INTERRUPTED, turns=(Turn(0, 1, FinishReason.LENGTH), Turn(2, 3)), finish_reason=FinishReason.STOP)
+ONE_TURN = Branch(ids(4), logs(-1.0), (VersionSpan(3, 0, 1),), None, prompt_token_ids=ids(1))
+EPISODE = replace(SEQUENCE, **{name: getattr(FINISHED, name) for name in vars(FINISHED)}, branches=(ONE_TURN, FINISHED))
+FAILED = replace(
+    SEQUENCE,
+    failure="aborted",
+    prompt_token_ids=ids(),
+    completion_token_ids=ids(),
+    behaviour_logprobs=logs(),
+    spans=(),
+    metrics={},
+    reward_components={"": -1e6},
+    actor="",
+    generation_s=1e9,
+)
+EPISODIC = replace(
+    GROUP,
+    episodic=True,
+    prompt_token_ids=ids(),
+    sampling=SamplingParams(temperature=0.0, max_tokens=2**32 - 1),
+    partials=(replace(PARTIAL, finish_reason=FinishReason.LENGTH), PartialSequence(sample_index=1, branches=(INTERRUPTED,))),
+    done_samples=(),
+)
+SEQUENCES, GROUPS = [SEQUENCE, EPISODE, FAILED], [GROUP, EPISODIC]
 
 
-TOKENS = st.integers(0, 2**31 - 1)
-LOGPROBS = st.floats(-100, 0, width=32)
-TEXT = st.text(max_size=20)
-NAME = st.text(min_size=1, max_size=20)
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
-REWARDS = st.floats(-1e6, 1e6)
-
-
-@st.composite
-def branches(draw: st.DrawFn, *, shortest: int = 1, interrupted: bool = False) -> dict[str, Any]:
-    """Fields of a branch: one turn that is not listed, or several with observations before all but the first."""
-    lengths = draw(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), max_size=3))
-    turns, end = [], 0
-    for number, (observed, sampled) in enumerate(lengths):
-        start = end + observed if number else 0
-        end = start + sampled
-        turns.append(Turn(start, end, draw(st.sampled_from([None, *FinishReason] if interrupted else list(FinishReason)))))
-    num_tokens = end if turns else draw(st.integers(shortest, 20))
-    spans = [
-        replace(span, start=span.start + turn.start, end=span.end + turn.start)
-        for turn in turns or [Turn(0, num_tokens)]
-        for span in draw(spans_over(turn.end - turn.start))
-    ]
-    num_sampled = sum(sampled for _, sampled in lengths) if turns else num_tokens
-    return {
-        "prompt_token_ids": ids(*draw(st.lists(TOKENS, min_size=shortest, max_size=20))),
-        "completion_token_ids": ids(*[draw(TOKENS) for _ in range(num_tokens)]),
-        "behaviour_logprobs": logs(*[draw(LOGPROBS) for _ in range(num_sampled)]),
-        "spans": tuple(spans),
-        "turns": tuple(turns),
-    }
-
-
-def branch(fields: dict[str, Any]) -> Branch:
-    turns = fields["turns"]
-    return Branch(**fields, finish_reason=turns[-1].finish_reason if turns else None)
-
-
-@st.composite
-def sequences(draw: st.DrawFn) -> Sequence:
-    failure = draw(TEXT)
-    shortest = 0 if failure else 1
-    group_id, group_size = draw(NAME), draw(st.integers(1, 1024))
-    sample_index = draw(st.integers(0, group_size - 1))
-    return Sequence(
-        run=draw(NAME),
-        sequence_id=f"{group_id}.{sample_index}",
-        group_id=group_id,
-        sample_index=sample_index,
-        group_size=group_size,
-        task=draw(NAME),
-        **draw(branches(shortest=shortest)),
-        branches=tuple(branch(draw(branches(shortest=shortest))) for _ in range(draw(st.integers(0, 2)))),
-        reward=draw(REWARDS),
-        reward_components=draw(st.dictionaries(TEXT, REWARDS, max_size=3)),
-        metrics=draw(st.dictionaries(TEXT, FINITE, max_size=3)),
-        finish_reason=draw(st.sampled_from(FinishReason)),
-        failure=failure,
-        actor=draw(TEXT),
-        completion_text=draw(TEXT),
-        prompt_text=draw(TEXT),
-        reference_json=draw(TEXT),
-        generation_s=draw(st.floats(0, 1e9)),
-    )
-
-
-@given(sequences())
-@example(SEQUENCE)
-def test_any_valid_sequence_comes_back_unchanged(sequence: Sequence) -> None:
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_a_valid_sequence_comes_back_unchanged(sequence: Sequence) -> None:
     assert_same(decode_sequence(encode_sequence(sequence)), sequence)
 
 
-@st.composite
-def partials(draw: st.DrawFn, sample_index: int) -> PartialSequence:
-    completion = draw(st.lists(TOKENS, max_size=10))
-    return PartialSequence(
-        ids(*completion),
-        logs(*[draw(LOGPROBS) for _ in completion]),
-        draw(spans_over(len(completion))),
-        draw(st.sampled_from([None, *FinishReason])) if completion else None,
-        sample_index=sample_index,
-        generation_s=draw(st.floats(0, 1e9)),
-        branches=() if completion else tuple(branch(draw(branches(interrupted=True))) for _ in range(draw(st.integers(0, 2)))),
-    )
-
-
-@st.composite
-def groups(draw: st.DrawFn) -> PromptGroup:
-    num_samples = draw(st.integers(1, 8))
-    order = draw(st.permutations(range(num_samples)))
-    num_done = draw(st.integers(0, num_samples))
-    num_partial = draw(st.integers(0, num_samples - num_done))
-    uint64, episodic = st.integers(0, 2**64 - 1), draw(st.booleans())
-    return PromptGroup(
-        run=draw(NAME),
-        group_id=draw(NAME),
-        problem_index=draw(uint64),
-        task=draw(NAME),
-        prompt_token_ids=ids(*draw(st.lists(TOKENS, min_size=0 if episodic else 1, max_size=20))),
-        episodic=episodic,
-        prompt_text=draw(TEXT),
-        reference_json=draw(TEXT),
-        num_samples=num_samples,
-        sampling=SamplingParams(
-            temperature=draw(st.integers(0, 400)) / 100,
-            max_tokens=draw(st.integers(10, 2**32 - 1)),
-            stop_token_ids=tuple(draw(st.lists(TOKENS, max_size=3))),
-            stop=tuple(draw(st.lists(TEXT.filter(bool), max_size=3))),
-        ),
-        seed=draw(uint64),
-        issued_version=draw(uint64),
-        partials=tuple(draw(partials(index)) for index in order[num_done : num_done + num_partial]),
-        done_samples=tuple(order[:num_done]),
-    )
-
-
-@given(groups())
-@example(GROUP)
-def test_any_valid_group_comes_back_unchanged(group: PromptGroup) -> None:
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_valid_group_comes_back_unchanged(group: PromptGroup) -> None:
     """Sampling too: 0.7 is not a float32, and must not become 0.699999988."""
     assert_same(decode_group(encode_group(group)), group)
 
@@ -268,7 +176,7 @@ def test_any_valid_group_comes_back_unchanged(group: PromptGroup) -> None:
 # --- bytes from anywhere
 
 
-@given(damaged(st.one_of(sequences().map(encode_sequence), groups().map(encode_group))))
+@given(damaged(st.sampled_from([*map(encode_sequence, SEQUENCES), *map(encode_group, GROUPS)])))
 def test_damaged_bytes_are_an_error_or_a_valid_message(data: bytes) -> None:
     """A cut between two fields still parses; what is left must then pass every check by itself."""
     for decode, encode in ((decode_sequence, encode_sequence), (decode_group, encode_group)):
@@ -360,11 +268,9 @@ def test_a_wrong_sequence_names_its_field(field: str, changes: dict[str, Any]) -
     assert (caught.value.kind, caught.value.field) == ("Sequence", field)
 
 
-def test_a_logprob_may_exceed_zero_by_rounding_and_the_first_bad_one_is_named() -> None:
+def test_a_logprob_may_exceed_zero_by_rounding() -> None:
     data = raw_sequence(behaviour_logprobs=logs(-0.5, 0.0009, 0.0).tobytes())
     assert decode_sequence(data).behaviour_logprobs[1] == np.float32(0.0009)
-    with pytest.raises(MessageError, match=r"token 1 has nan"):
-        decode_sequence(raw_sequence(behaviour_logprobs=logs(-0.5, np.nan, np.nan).tobytes()))
 
 
 def test_another_runs_message_is_refused() -> None:
@@ -410,14 +316,6 @@ def test_encoding_names_the_field_that_decoding_would_refuse(good: Any, field: s
     assert (caught.value.kind, caught.value.field) == (type(good).__name__, field)
 
 
-def test_a_group_without_sampling_parameters_is_refused() -> None:
-    message = pb.PromptGroup.FromString(encode_group(GROUP))
-    message.ClearField("sampling")
-    with pytest.raises(MessageError) as caught:
-        decode_group(message.SerializeToString())
-    assert caught.value.field == "sampling.max_tokens"
-
-
 # --- control messages
 
 START = control.EpochStart(
@@ -437,13 +335,6 @@ REGISTRATION = control.Registration(actor="actor-0", process="p0", grpc_address=
 ANNOUNCE = control.Announce(incarnation=1, epoch=4, version=8, manifest_id="m", deadline_s=30.0)
 SERVING = control.Serving(actor="actor-0", incarnation=1, epoch=4, version=8, stall_s=0.05)
 STAGED = control.Staged(actor="actor-0", incarnation=1, epoch=4, version=8, checksum=2**64 - 1, bytes=10**12, receive_s=1.5)
-
-
-def test_an_epoch_may_have_no_members() -> None:
-    alone = control.EpochStart(
-        incarnation=1, store_address="t:1", backend="gloo", world_size=1, manifest_id="m", deadline_s=1.0
-    )
-    assert decode_control(alone.SerializeToString(), control.EpochStart) == alone
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ histories, together with its actors: tests/faults."""
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipelinerl.kube.client import PodEnd
 from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serving, Staged
 from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.membership import MOST_AT_ONCE, MOST_IN_GROUP, MOST_RESTED, MemberChange, Roster
-from services.trainer.weight_sync.updater import actors_of, epoch_members
+from services.trainer.weight_sync.updater import actors_of
 
 MEMBERS = {name: c.Member(name, f"{name}-1") for name in "abcdefgh"}
 A, B, D = MEMBERS["a"], MEMBERS["b"], MEMBERS["d"]
@@ -141,9 +139,6 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "with nobody left the version waits for the next to register": (
         sending, "a", (down("a"), "evict a: heartbeat, abort, wait"), (c.MemberUp(B), "form 3 of b"),
     ),
-    "those who go together cost one new epoch": (
-        sending, "abd", (down("b", "d", "never seen"), "evict b: heartbeat, evict d: heartbeat, abort, form 2 of a"),
-    ),
     "who says that the group broke is not blamed for it": (
         sending, "ab", (failed("a", group_broke=True), "abort, form 2 of ab"),
     ),
@@ -174,9 +169,6 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
         sending, "a", (c.HoldCommits(0), ""), (sent(), ""), (staged("a"), ""), (LATE, ""),
         (c.HoldCommits(None), "commit 1 in 1"),
     ),
-    "a hold lets the measured version itself be committed": (
-        sending, "a", (c.HoldCommits(1), ""), (sent(), ""), (staged("a"), "commit 1 in 1"),
-    ),
     "messages of an old epoch change nothing": (
         sending, "ab", (down("b"), "evict b: heartbeat, abort, form 2 of a"), (staged("a"), ""), (sent(), ""),
         (broke(1), ""), (failed("a"), ""),
@@ -199,10 +191,6 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
         sending, "ab", (leaving(B), "b left"), (leaving(B), ""), (leaving(D, still_running=False), ""),
         (leaving(B, still_running=False), "abort, form 2 of a"),
         (leaving(B, still_running=False), ""),
-    ),
-    "one that is gone when all bytes were sent changes nothing": (
-        sending, "ab", (leaving(B), "b left"), (sent(), ""), (leaving(B, still_running=False), ""),
-        (staged("a"), "commit 1 in 1"), (leaving(B, still_running=False), ""),
     ),
     "a group that is being formed is formed anew without one that leaves": (
         forming, "ab", (leaving(B), "b left, abort, form 2 of a"),
@@ -469,21 +457,3 @@ def test_missing_ranks_are_those_of_their_actors() -> None:
     assert actors_of((1, 2, 3), members) == ("a", "b")
     assert actors_of((7,), members) == ("c",)
     assert actors_of((), members) == ()
-
-
-@given(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=20), st.data())
-def test_ranks_stay_without_gaps_when_actors_leave(sizes, data) -> None:
-    coordinator = c.Coordinator()
-    members = tuple(c.Member(f"actor-{index}", "p", ranks) for index, ranks in enumerate(sizes))
-    leaving = data.draw(st.sets(st.sampled_from(members), max_size=len(members) - 1))
-    for member in members:
-        coordinator.step(c.MemberUp(member))
-    for member in leaving:
-        coordinator.step(c.MembersLeaving.unregistered(member.actor))
-
-    [formed] = [action for action in coordinator.step(c.VersionReady(1)) if isinstance(action, c.FormGroup)]
-    laid_out = epoch_members(formed.members)
-    assert {member.actor for member in laid_out} == {member.actor for member in members if member not in leaving}
-    # A vLLM worker's rank in the group is its actor's first rank plus its own rank in the actor (worker.py).
-    taken = [member.first_rank + worker for member in laid_out for worker in range(member.ranks)]
-    assert taken == list(range(1, 1 + sum(member.ranks for member in members if member not in leaving)))

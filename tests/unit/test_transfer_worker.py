@@ -1,24 +1,32 @@
-"""The transfer thread of a vLLM worker with a real socket, store and Gloo; only the model is absent."""
+"""The transfer thread of a vLLM worker with a real socket, store and Gloo; only the model is absent. In which order streams
+copy, send and load: checked without a device, by the clocks of `tests.support.streams`."""
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from pipelinerl.errors import TransferError
+from pipelinerl.errors import ManifestMismatch, TransferError
 from pipelinerl.messages.sequences import PolicyVersion
-from pipelinerl.transfer.chunks import describe
-from pipelinerl.transfer.group import GroupStore, WeightGroup, open_store
+from pipelinerl.transfer.chunks import describe, device_checksum
+from pipelinerl.transfer.group import HOST, GroupStore, NcclTransport, WeightGroup, open_store
 from pipelinerl.transfer.manifest import GroupFailed, GroupSpec, Kept, Manifest, TransferResult
+from services.actor.weight_sync import worker
 from services.actor.weight_sync.client import Discard, Join, Receive, StagedWeights, WeightLoading, WorkerLink
-from services.actor.weight_sync.worker import TransferWorker
+from services.actor.weight_sync.worker import Receiver, TransferWorker
+from services.trainer.weight_sync import sender as sending
 from services.trainer.weight_sync.sender import WeightSender
+from tests.support.streams import Device, Stream, device_without_hardware
+from tests.unit.test_transfer_groups import FakeNccl, nccl
+
+__all__ = ["nccl"]
 
 WEIGHTS = {f"w{i}": torch.arange(i, i + 3000.0) for i in range(5)}
 MANIFEST = describe(WEIGHTS.items(), chunk_bytes=8192)
@@ -150,16 +158,6 @@ async def test_discard_ends_a_join_at_once_the_next_join_works_and_a_second_disc
         assert [type(answer) for answer in answers] == [list, GroupFailed, list]
 
 
-async def test_closing_ends_a_join_under_way() -> None:
-    store = GroupStore()
-    async with engine(KeepingLoader()) as actor:
-        joining = asyncio.create_task(actor.join(store, "epoch-1", 2))
-        await until_checked_in(store)
-        actor.workers[0].close()
-        await asyncio.gather(joining, return_exceptions=True)  # an answer, if it was faster than the socket's end
-        await until_no_thread("weights-_work")
-
-
 @pytest.mark.parametrize("staging_buffers", [1, 2])
 async def test_a_loader_that_fails_ends_the_receive_and_leaves_the_group(staging_buffers: int) -> None:
     def fail(name: str) -> None:
@@ -189,12 +187,6 @@ async def test_discard_ends_a_receive_whose_sender_is_silent(staging_buffers: in
             await receiving
         await until_no_thread("receive-")
         group.close()
-
-
-async def test_nccl_is_refused_by_an_engine_without_a_gpu() -> None:
-    async with engine(KeepingLoader()) as actor:
-        with pytest.raises(TransferError, match="weights\\.backend"):
-            await actor.link.ask(Join(GroupSpec("127.0.0.1:1", "epoch-1", 1, 2, "nccl"), 1.0))
 
 
 CONTENT = MANIFEST.content(VERSION)
@@ -310,9 +302,139 @@ async def test_other_bytes_under_the_same_version_are_noticed() -> None:
         assert staged[0].checksum != sent.checksum
 
 
-async def test_closing_ends_a_loader_that_waits_for_the_rest() -> None:
+# --- streams: most tests also run without some of the waits that they rest on, and then there must be a race
+
+NO_WAIT: Callable[..., None] = lambda *_: None  # noqa: E731
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return device_without_hardware(monkeypatch)
+
+
+@pytest.mark.parametrize("unfit", [False, True], ids=["", "a parameter does not fit"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_snapshot_comes_between_steps(device: Device, waits: bool, unfit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"a": torch.ones(8), "b": torch.ones(8)}
+    sender = WeightSender(describe(weights.items()), placement=device.placement("snapshots"))
+    if not waits:
+        monkeypatch.setattr(Stream, "wait_stream", NO_WAIT)
+    with device.on(device.default):
+        weights["a"].mul_(2)
+        try:
+            sender.snapshot(VERSION, weights | {"b": torch.ones(9)} if unfit else weights)
+        except ManifestMismatch:
+            assert unfit
+        weights["a"].mul_(3)
+    found = {race.rpartition(" on ")[2] for race in device.races}
+    assert found == (set() if waits else {"snapshots does not wait for default", "default does not wait for snapshots"})
+
+
+class DeviceNccl(FakeNccl):
+    """Works on a stream of its own, after the stream of its caller, as torch's does. `wire`: what rank 0 sends."""
+
+    device: Device
+    wire: list[Tensor]
+
+    def __init__(self, store: Any, rank: int, world: int, options: Any) -> None:
+        super().__init__(store, rank, world, options)
+        self.stream, self.rank = Stream(self.device, "nccl"), rank
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> FakeNccl:
+        [tensor] = tensors
+        self.stream.wait_stream(self.device.current())
+        with self.device.on(self.stream):
+            if self.rank == 0:
+                self.wire.append(tensor.clone())
+            elif self.wire:
+                tensor.copy_(self.wire.pop(0))
+        return self
+
+    def is_completed(self) -> bool:
+        self.stream.synchronize()  # the host sees what the device has done
+        return super().is_completed()
+
+
+def group_of(monkeypatch: pytest.MonkeyPatch, device: Device, rank: int, wire: list[Tensor]) -> WeightGroup:
+    class Nccl(DeviceNccl):
+        made: list[FakeNccl] = []  # noqa: RUF012 - of one group
+
+    Nccl.device, Nccl.wire = device, wire if rank == 0 else []
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    placement = device.placement(f"group of rank {rank}")
+    with device.on(device.default):
+        transport = NcclTransport(None, rank, 2, 30.0, placement, threading.Event())  # type: ignore[arg-type]
+    Nccl.wire = wire
+    return WeightGroup(GroupSpec("", "epoch-1", rank, 2, "nccl"), transport, placement)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("without", ["", "checksums that wait for the copy", "waits for NCCL"])
+@pytest.mark.usefixtures("nccl")
+def test_a_snapshot_is_sent_twice_and_received_in_order(device: Device, without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {f"w{i}": torch.arange(i, i + 3000.0) for i in range(5)}
+    sender = WeightSender(describe(weights.items(), chunk_bytes=8192), placement=device.placement("snapshots"))
+    with device.on(device.default):
+        snapshot = sender.snapshot(VERSION, weights)
+
+    def checksum(chunk: Tensor) -> int:
+        value = device_checksum(chunk)
+        device.current().synchronize()  # as `.cpu()` does of a device's tensor
+        return value
+
+    for module in (sending, worker):
+        monkeypatch.setattr(module, "checksum", checksum)
+    if without.startswith("checksums"):
+        monkeypatch.setattr(snapshot, "_placement", HOST)
+    wires: list[list[Tensor]] = [[], []]
+    for wire in wires:
+        group = group_of(monkeypatch, device, 0, wire)
+        del wire[:]  # its greeting
+        sender.broadcast(snapshot, group, 30.0).result()
+    if without.startswith("waits"):
+        monkeypatch.setattr(Stream, "synchronize", NO_WAIT)
+    receiving = group_of(monkeypatch, device, 1, wires[1])
+    aborted = threading.Event()
+    receiver = Receiver(receiving, sender.manifest, VERSION, timeout_s=30.0, stall_timeout_s=5.0, aborted=aborted)
+    with device.on(device.default):
+        received = {name: tensor.clone() for name, tensor in receiver.tensors()}
+    assert all(torch.equal(received[name], weights[name]) for name in weights)
+    assert bool(device.races) == bool(without)
+
+
+class CopyingLoader(KeepingLoader):
+    """Has one set of tensors beside the live ones, and copies them there, as a loader in place does."""
+
+    def load(self, tensors: Any) -> None:
+        for name, tensor in tensors:
+            if name in self.loaded:
+                self.loaded[name].copy_(tensor)
+            else:
+                self.loaded[name] = tensor.clone()
+
+    def swap(self) -> None:
+        for name, tensor in self.loaded.items():
+            self.live.setdefault(name, torch.zeros_like(tensor)).copy_(tensor)
+
+    def drop(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_decoding_and_loading_meet_when_both_waited(device: Device, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "on_device", lambda _: device.placement("loading"))
+    if not waits:
+        monkeypatch.setattr(Stream, "synchronize", NO_WAIT)
     store = GroupStore()
-    async with engine(KeepingLoader()) as actor:
-        await break_off(actor, store, 3)
-        actor.workers[0].close()
-        await until_no_thread("load-")
+    async with engine(CopyingLoader()) as actor:
+        group, [serving] = await meet(actor, store), actor.workers
+        for number in (4, 5):
+            version = PolicyVersion(1, number)
+            await asyncio.gather(actor.receive(version), send(group, version))
+            serving.check_staged(version)
+            with device.on(device.default):  # vLLM's main thread
+                serving.swap()
+                for tensor in actor.loaders[0].live.values():
+                    tensor.sum()
+        group.close()
+    found = {race.rpartition(" on ")[2] for race in device.races}
+    assert found == (set() if waits else {"default does not wait for loading", "loading does not wait for default"})

@@ -334,18 +334,6 @@ async def test_an_actor_waits_for_the_streams_and_an_outage_amid_an_update_is_su
         assert early.receiver.served == [PolicyVersion(1, 0)]
 
 
-async def test_a_measured_version_is_kept_until_it_is_released() -> None:
-    async with stage("a") as one:
-        await one.updater.offer(0, "snapshot-0")
-        async with asyncio.timeout(60):
-            async with one.updater.hold_when_served(0):
-                await one.updater.offer(1, "snapshot-1")
-                await one.until(lambda: one.actors["a"].listener.staging_state == "staged")
-                assert one.served("a") == [0]
-            await one.updater.all_served()
-        assert one.served("a") == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("refusal", "ends", "says"),
     [
@@ -416,27 +404,6 @@ async def test_updates_and_new_epochs_go_on_while_a_joiner_is_stuck_and_take_it_
         await one.until_serving("b")
 
 
-async def test_newcomers_share_a_transfer_and_one_that_fails_is_put_out_of_it_and_comes_back_alone() -> None:
-    async with stage("a") as one:
-        await one.send(0)
-        one.updater.transfers_s.append(0.5)  # as long as newcomers wait for others
-        for name in "bcd":
-            await one.join(name)
-        one.fail("d", TransferError("disk full"))
-        await one.until(lambda: one.served("b") == one.served("c") == [0] and not one.joining)
-        assert one.sender.opened == [(1, 2), (2, 4), (3, 3)]
-        assert one.sender.sent == ["snapshot-0"] * 3, "to a, to b, c and d, and again to b and c"
-        assert (sorted(one.history.joins), one.served("d")) == (["b", "c"], [])
-        await one.send(1)
-        assert list(one.updater.members) == ["a", "b", "c"]
-        one.actors["d"].receiver.on_receive = lambda version: CHECKSUM
-        await one.brought_back("d", 1)
-        assert one.sender.opened[-1][1] == 2
-        await one.send(2)
-        assert list(one.updater.members) == ["a", "b", "c", "d"]
-        assert one.updater.evictions == 0, "no member of the epoch was lost"
-
-
 async def test_nobody_is_evicted_while_a_transfer_makes_progress_at_its_usual_rate() -> None:
     async with stage("a", "b") as one, asyncio.timeout(60):
         await one.send(0)
@@ -469,23 +436,6 @@ async def test_an_actor_that_starts_is_no_member_and_its_old_process_is_gone() -
         await b.register(phase="starting")
         await b.bus.remove_member("b")
         await one.until(lambda: one.updater.num_present == 1 and not one.updater.starting)
-
-
-async def test_an_order_that_nats_has_stored_twice_is_followed_once() -> None:
-    async with stage("a") as one:
-        publish = one.updater.bus.publish_control
-
-        async def publish_twice(*message: Any) -> None:
-            for _ in range(2):
-                await publish(*message)
-                for _ in range(20):
-                    await asyncio.sleep(0)
-
-        one.updater.bus.publish_control = publish_twice  # type: ignore[method-assign]
-        await one.send(0)
-        await one.send(1)
-        receiver = one.actors["a"].receiver
-        assert (receiver.joined, one.served("a"), receiver.discards) == ([("epoch-1", 1, 2)], [0, 1], 0)
 
 
 async def test_an_actor_never_goes_back_to_an_older_version() -> None:

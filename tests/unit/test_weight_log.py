@@ -311,19 +311,6 @@ async def test_two_hundred_versions_are_read_bit_for_bit(store: Faulty, tmp_path
     await run_history(store, store, tmp_path, versions=200, seed=1)
 
 
-async def test_a_reader_that_keeps_up_loads_one_anchor_and_each_delta_once(store: Faulty, tmp_path: Path) -> None:
-    history, reader = History(MIXED, 2), Replica(store, MIXED, tmp_path / "reader")
-    log = WeightLog(store, MIXED, "w", anchor_every=3)
-    for _ in range(10):
-        await reader.bring_to(await log.add(history.version, *history.sent()))
-        history.step(0.001)
-    assert store.read[0] == "w/1/0-anchor.safetensors"
-    assert len(store.read) == 10
-    assert all(key.endswith("-delta") for key in store.read[1:])
-    assert sum(key.endswith("anchor.safetensors") for key in await store.keys("w")) == 4
-    assert [path.name for path in (tmp_path / "reader").iterdir()] == ["stream"]
-
-
 async def test_anchors_come_when_deltas_outweigh_one_and_old_chains_go(store: Faulty) -> None:
     history, log = History(MIXED, 3), WeightLog(store, MIXED, "w", anchor_every=1000)
     every = WeightLog(store, MIXED, "all", anchor_every=2, keep_all=True)
