@@ -157,6 +157,7 @@ async def test_a_measured_version_is_kept_by_members_and_readers(tmp_path: Path)
         await one.updater.offer(0, snapshot(0))
         async with asyncio.timeout(60):
             async with one.updater.hold_when_served(0):
+                await one.until(lambda: reader.served == [0])
                 await one.updater.offer(1, snapshot(1))
                 await one.until(lambda: any(tmp_path.rglob("1-delta")))
                 await one.until(lambda: member.listener.staging_state == "staged")
