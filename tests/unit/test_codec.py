@@ -342,6 +342,7 @@ STAGED = control.Staged(actor="actor-0", incarnation=1, epoch=4, version=8, chec
     [
         (REGISTRATION, "actor", {"actor": ""}),
         (REGISTRATION, "ranks", {"ranks": 0}),
+        (REGISTRATION, "ranks", {"ranks": 5000}),
         (REGISTRATION, "phase", {"phase": "sleeping"}),
         (START, "backend", {"backend": "mpi"}),
         (START, "incarnation", {"incarnation": 0}),

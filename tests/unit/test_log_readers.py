@@ -22,11 +22,12 @@ from pipelinerl.transfer.delta import LogDamaged
 from pipelinerl.transfer.stores import StoreError, open_store
 from pipelinerl.transfer.weight_log import WeightLog
 from services.actor.metrics import ActorMetrics
+from services.actor.weight_sync.client import CommitFailed
 from services.actor.weight_sync.updates import ServingGate, UpdateListener
 from services.trainer.weight_sync.sender import LogWriter, Snapshot
 from tests.support.memory_bus import MemoryBus, MemoryServer
 from tests.unit.builders import RUN
-from tests.unit.test_update_protocol import MANIFEST, RunningActor, ScriptedReceiver, Stage, ended
+from tests.unit.test_update_protocol import MANIFEST, RunningActor, ScriptedReceiver, Stage, ended, ends_with
 from tests.unit.test_update_protocol import stage as protocol_stage
 from tests.unit.test_weight_log import Faulty
 
@@ -251,6 +252,14 @@ async def test_a_run_that_no_actor_can_read_ends_with_the_reason_of_the_store(tm
         with pytest.raises(ExceptionGroup) as raised:
             await one.running
         assert raised.group_contains(ServiceError, match=r"weights\.log cannot be written: .*NO_SUCH_BUCKET")
+
+
+async def test_a_swap_that_breaks_half_way_ends_a_reader(tmp_path: Path) -> None:
+    async with stage(tmp_path) as one:
+        reader = await one.read("a")
+        reader.receiver.commit_error = CommitFailed("half of it")
+        await one.updater.offer(0, snapshot(0))
+        await ends_with(reader.task, CommitFailed, "half of it")
 
 
 async def test_a_slow_store_keeps_one_snapshot_beside_the_newest(tmp_path: Path) -> None:

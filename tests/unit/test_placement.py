@@ -231,6 +231,8 @@ def test_a_mixture_with_adapters_fits_eight_gpus_and_not_one() -> None:
     assert [len(group) for group in placed.placement.actors] == [2] * actors
     assert placed.recipe.actor.engine.gpu_memory_utilization == 0.9
     assert numbers_of(place(wanted, [gpu(number) for number in range(4)], *mixture)) == (2, 1)
+    said = refusal(wanted, [gpu(number) for number in range(3)], *mixture)
+    assert "2 trainer ranks and 1 actor of 2 GPUs need 4 GPUs, but 3 GPUs are here; lower" in said
     alone = load_recipe("math-moe", ["actor.engine.tensor_parallel_size=1"])
     assert "GiB for the trainer, 2.1 GiB for weight updates" in refusal(alone, [gpu(0)], *mixture)
 
@@ -245,6 +247,7 @@ def test_memory_of_others_is_not_given_away_and_adapters_need_no_second_instance
     small = place(recipe("trainer.nproc=1", *lora), mixed, 3_210_000_000).recipe
     # Of 24 GiB, 23 are free, and a weight update takes 2; of 80 GiB more would be left.
     assert small.actor.engine.gpu_memory_utilization == 0.87
+    assert "8 trainer ranks and 1 actor of 1 GPU need 9 GPUs" in refusal(recipe(), [gpu(0, total=24), gpu(1, total=24)], LARGE)
 
 
 def test_mig_instances_are_devices_that_form_no_group() -> None:
@@ -256,6 +259,7 @@ def test_mig_instances_are_devices_that_form_no_group() -> None:
     assert "MIG instances cannot exchange tensors" in refusal(recipe("trainer.nproc=2"), here)
     assert "MIG instances" in refusal(recipe("actor.engine.tensor_parallel_size=2"), here)
     assert "use trainer.nproc=1 and actor.count=2, or auto" in refusal(recipe("actor.count=3"), here)
+    assert re.search("GiB for the trainer, .* or a larger instance or a whole GPU", refusal(recipe(), here, 3_210_000_000))
 
 
 def test_a_placement_by_hand_names_gpus_by_position_or_uuid() -> None:

@@ -1,5 +1,5 @@
 """Plans: what they rest on by hand, what they promise, and that a part of a large system stands for it. The simulator: small
-runs by hand, and the closed form where both must agree."""
+runs by hand."""
 
 import json
 import math
@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from benchmarks.virtual_profile import PAPER_CURVE, PAPER_TRAINING_TIME
 from pipelinerl.cli import main
 from pipelinerl.commands.plan import lengths_of
 from pipelinerl.errors import FieldError
@@ -143,6 +142,9 @@ def test_a_plan_is_the_fastest_split_that_the_lag_limit_allows() -> None:
 def test_a_plan_takes_whole_actors_and_trainers_and_what_their_memory_holds() -> None:
     model, lengths = Model(1e6, 1024), Lengths.of_bars([(1, 40, 1.0)])
     machine = Machine("measured", 1, DecodeCurve(((1, 100.0), (64, 3200.0))), 1 / 1600, 1.0, 1.0)
+    wide = replace(machine, decode=DecodeCurve(((1, 100.0), (2048, 102400.0))), training=1 / 102400, kv_gib=64.0)
+    most = make_plan(recipe_with(None, 512), model, wide, Lengths.of_bars([(1, 4, 1.0)]), 2)
+    assert most.reasons[1].startswith("H = 1024 is the largest that was tried")
     told = [str(one) for one in misfits(recipe_with(3), model, machine, lengths, 1, 50000)]
     assert re.search(r"--sequences-in-progress = 50000: .* holds \d+ sequences", told[0])
     trainer = recipe_with(None).trainer.model_copy(update={"context_parallel": 2, "shard_ranks": 4})
@@ -190,6 +192,9 @@ def test_lengths_as_bars_and_of_a_run(tmp_path: Path) -> None:
     assert learned.shares.tolist() == pytest.approx([1 / 8, 1 / 8, *[2 / 8 / 16] * 16, 4 / 8])
     with pytest.raises(FieldError, match=r"--lengths = '50': is longer than sampling.max_tokens \(40\)"):
         lengths_of("50", recipe.max_tokens)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"ended_by_length": {"short": 3}}))
+    with pytest.raises(FieldError, match=r"holds invalid records of a run"):
+        lengths_of(str(tmp_path), recipe.max_tokens)
 
 
 def test_the_command_prints_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +213,8 @@ def test_the_command_prints_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert said.startswith("r: a plan for 9 accelerators (mine); all times are modelled\n")
     assert all(f"  - {reason}\n" in said for reason in plan["reasons"])
+    assert main([*command, "--kv-kib-per-token", "2"]) == 0
+    assert "; 2 KiB of KV cache per token (as given)\n" in capsys.readouterr().out
     for key, value, problem in (
         ("kv_gib", 1e-9, "does not hold one sequence"),
         ("decode", [[1, math.inf]], "decode.0.1 = inf: Input should be a finite number"),
@@ -264,15 +271,6 @@ def test_one_sequence_at_a_time_by_hand(max_lag: int, timing: Timing, step_time:
     assert counted.actor_idle == counted.empty_slots == pytest.approx(1 - 4 / step_time)
 
 
-def test_a_conventional_phase_by_hand() -> None:
-    """G = 2 steps of 4 on 2 accelerators of 2 slots: 8 sequences of 4 tokens in 8 decode steps, then twice 16 tokens in 8."""
-    algorithm = {"advantage": "value", "conventional_g": 2, "max_lag": None}
-    recipe = one_at_a_time(4, slots=2, group_size=2, mode="conventional", algorithm=algorithm)
-    counted = simulated(recipe, Timing(EVEN, training=1.0), num_actors=2, num_ranks=2, warmup_steps=2, steps=4)
-    assert (counted.duration, counted.lag_histogram) == (pytest.approx(2 * (8 + 16)), {0: 32, 1: 32})
-    assert (counted.actor_idle, counted.trainer_idle) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
-
-
 def test_what_is_overtaken_is_dropped_by_its_length_and_replaced() -> None:
     """Two slots, and one sequence in eight is 16 times as long as the others."""
     recipe = one_at_a_time(2, slots=4, algorithm={"advantage": "value", "max_lag": 2})
@@ -284,18 +282,6 @@ def test_what_is_overtaken_is_dropped_by_its_length_and_replaced() -> None:
     assert counted.stale_by_length[16] < counted.stale_by_length[32] <= counted.finished_by_length[32]
     assert counted.sequences > 0.9 * 800  # a step may lack what was stale, and no step lacks all
     assert counted.sequences + counted.stale_by_length.total() == pytest.approx(counted.finished_by_length.total(), abs=4)
-
-
-@pytest.mark.parametrize(("num_actors", "num_ranks"), [(10, 50), (50, 20)])
-def test_pipeline_agrees_with_the_closed_form_whichever_side_is_slower(num_actors: int, num_ranks: int) -> None:
-    recipe = one_at_a_time(128, slots=64, algorithm={"advantage": "value", "max_lag": None})
-    lengths = Lengths.of_bars([(1, 1000, 1.0)])
-    numbers = {"num_actors": num_actors, "num_ranks": num_ranks, "warmup_steps": 40, "steps": 40}
-    counted = simulated(recipe, Timing(PAPER_CURVE, PAPER_TRAINING_TIME), lengths, **numbers)
-    closed = split(PAPER_CURVE, PAPER_TRAINING_TIME, lengths, 128, 64, num_actors, num_ranks)
-    assert counted.rate == pytest.approx(closed.rate, rel=0.01)
-    idle_side = counted.trainer_idle if closed.generation < closed.training else 0.0
-    assert idle_side == pytest.approx(max(0.0, 1 - closed.generation / closed.training), abs=0.01)
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from pipelinerl.figures import FIGURES
 from pipelinerl.recipe.fields import AlgorithmConfig, TrainerConfig
 from pipelinerl.run_summary import RunTotals
-from services.trainer.learn import meter
 from services.trainer.learn.meter import LAG_0_TOKENS, SAMPLED_WEIGHTS, PhaseTimer
 from services.trainer.learn.model import wrap_model
 from services.trainer.learn.step import Learner
@@ -30,17 +28,6 @@ def test_totals_of_a_checkpoint_are_those_that_were_saved() -> None:
     totals.add_step(record)
     totals.add_events(record)
     assert RunTotals.from_state(json.loads(json.dumps(asdict(totals)))) == totals
-
-
-def test_phases_add_up_and_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    times_s = iter([0.0, 1.0, 1.0, 4.0, 4.5, 5.0])
-    monkeypatch.setattr(meter, "time", SimpleNamespace(monotonic=lambda: next(times_s)))
-    timer = PhaseTimer()
-    for phase in ("build", "forward_backward", "build"):
-        with timer.measure(phase):
-            pass
-    assert timer.take() == {"build": 1.5, "forward_backward": 3.0}
-    assert timer.take() == {}
 
 
 class DeviceMark:

@@ -466,6 +466,17 @@ async def test_a_damaged_object_or_announcement_is_named_and_the_next_version_is
     assert (await reader.bring_to(published)).read_bytes() == history.streams[history.version].tobytes()
 
 
+async def test_the_same_number_in_a_later_incarnation_is_another_version(store: Faulty, tmp_path: Path) -> None:
+    history, log = History(MIXED, 9), WeightLog(store, MIXED, "w", anchor_every=100)
+    first, reader = history.streams[history.version], Replica(store, MIXED, tmp_path / "reader")
+    await log.add(history.version, *history.sent())
+    await reader.bring_to(await log.add(history.step(), *history.sent()))
+    other, second = PolicyVersion(2, history.version.number), changed_stream(MIXED, first, 0.01, history.rng)
+    await log.add(PolicyVersion(2, 0), *on_host(first))
+    assert (await reader.bring_to(await log.add(other, *on_host(second)))).read_bytes() == second.tobytes()
+    assert reader.version == other
+
+
 # --- The store ---------------------------------------------------------------------------------------------------------
 
 
