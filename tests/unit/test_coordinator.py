@@ -8,8 +8,15 @@ import pytest
 from pipelinerl.kube.client import PodEnd
 from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serving, Staged
 from services.trainer.weight_sync import coordinator as c
-from services.trainer.weight_sync.membership import MOST_AT_ONCE, MOST_IN_GROUP, MOST_RESTED, MemberChange, Roster
-from services.trainer.weight_sync.updater import actors_of
+from services.trainer.weight_sync.membership import (
+    MOST_AT_ONCE,
+    MOST_IN_GROUP,
+    MOST_REMEMBERED,
+    MOST_RESTED,
+    MemberChange,
+    Roster,
+)
+from services.trainer.weight_sync.updater import actors_of, coalesce_departures
 
 MEMBERS = {name: c.Member(name, f"{name}-1") for name in "abcdefgh"}
 A, B, D = MEMBERS["a"], MEMBERS["b"], MEMBERS["d"]
@@ -284,6 +291,9 @@ def test_a_pods_end_is_the_departure_of_its_process_and_of_nobody_else(end, pres
 
 def test_an_end_is_told_once_and_a_pod_that_was_only_relabelled_comes_back_with_its_heartbeat() -> None:
     roster = Roster()
+    for number in range(MOST_REMEMBERED + 1):
+        roster.leaving(deletion(f"before{number}"), {})
+    assert not roster.has_left(c.Member("a", "p", pod_uid="before0")), "what is remembered is bounded"
     roster.leaving(deletion(), {"a": IN_POD})
     gone = deletion(still_running=False)
     assert roster.leaving(gone, {}) == leaving(IN_POD, still_running=False)
@@ -457,3 +467,9 @@ def test_missing_ranks_are_those_of_their_actors() -> None:
     assert actors_of((1, 2, 3), members) == ("a", "b")
     assert actors_of((7,), members) == ("c",)
     assert actors_of((), members) == ()
+
+
+def test_departures_of_one_kind_in_a_row_are_taken_together() -> None:
+    events = [down("b"), down("d"), joined("a"), down("e"), leaving(A)]
+    expected = [down("b", "d"), joined("a"), down("e"), leaving(A)]
+    assert [event for _, event in coalesce_departures([(None, event) for event in events])] == expected

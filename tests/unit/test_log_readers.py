@@ -239,6 +239,9 @@ async def test_an_actor_that_restarts_is_not_called_as_before(tmp_path: Path) ->
         assert list(one.updater.serving) == ["a"]
         await reader.register(process="p2", phase="starting")
         await one.until(lambda: not one.updater.serving and not one.updater.num_present)
+        member = await one.join("b")
+        await member.register(process="p2", reads_log=True)  # with another backend; "starting" was missed
+        await one.until(lambda: not one.updater._main.coordinator.present and one.updater.num_present == 1)
 
 
 async def test_a_run_that_no_actor_can_read_ends_with_the_reason_of_the_store(tmp_path: Path) -> None:

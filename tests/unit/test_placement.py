@@ -407,6 +407,7 @@ def test_a_gpu_that_torch_cannot_use_is_told_with_the_cause(tmp_path: Path, monk
         (torch_of(cuda=None), {}, "built without CUDA; install the CUDA build: make clean && make install DEVICE=cuda"),
         (torch_of(error=old), {}, "too old (found version 12020); torch 2.13.0 needs a driver for CUDA 13.0"),
         (torch_of(), {"CUDA_VISIBLE_DEVICES": ""}, "torch sees no GPU; CUDA_VISIBLE_DEVICES='' decides"),
+        (torch_of("a"), {"CUDA_VISIBLE_DEVICES": "0, 7,1"}, "= '0, 7,1': CUDA shows only the first 1 of these GPUs; correct"),
         (torch_of("old"), {}, "GPU-old has compute capability 7.0, but torch 2.13.0 needs 7.5 or more; use a newer GPU"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
@@ -415,6 +416,8 @@ def test_a_gpu_that_torch_cannot_use_is_told_with_the_cause(tmp_path: Path, monk
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(UserError, match=r"this user may not open .*/nvidia0"):
         described(torch_of(error="unknown error"), tool, {}, tmp_path)
+    with pytest.raises(UserError, match="nvidia-ml-py is not installed"):
+        described(torch_of("a"), None, {}, tmp_path)
 
 
 def test_the_runner_asks_a_process_and_says_why_it_has_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

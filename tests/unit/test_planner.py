@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from pipelinerl.cli import main
 from pipelinerl.commands.plan import lengths_of
 from pipelinerl.errors import FieldError
-from pipelinerl.recipe.fields import LoraConfig, ModelConfig, Recipe
+from pipelinerl.recipe.fields import ModelConfig, Recipe
 from pipelinerl.recipe.model_folder import active_share, known_model
 from pipelinerl.rl.autoscaling import ReplicasWanted, replicas_wanted
 from pipelinerl.rl.memory import GIB, Model
@@ -54,17 +54,6 @@ def test_speeds_from_a_data_sheet_by_hand() -> None:
     # Two samples share a prompt in 64 tokens, 20 + 20 + 20 and 20 / 5 for its copy: half of its 20 tokens are computed for
     # each, with 6 FLOPs for each weight and token at 4 TFLOP/s.
     assert machine.training == pytest.approx(3 * GIB * (20 + 10) / 20 / 4e12)
-
-
-def test_of_a_mixture_a_token_uses_some_experts_and_a_step_reads_most() -> None:
-    """Half of the weights of the example above: four sequences leave 1/16 unread. Frozen weights cost two passes of three."""
-    model, dense = (Model(parameters=GIB / 2, kv_bytes=GIB / 32.5, active_share=share) for share in (0.5, 1.0))
-    machine, whole = (estimated(ROUND, one, recipe_with(4), TWO_LENGTHS) for one in (model, dense))
-    assert machine.decode.step_time(4.0) == pytest.approx((15 / 16 + 4) / 10 + 2 * GIB / 6e12)
-    assert machine.training == pytest.approx(whole.training / 2)
-    assert machine.kv_gib == whole.kv_gib
-    adapters = recipe_with(4).model_copy(update={"trainer": recipe_with(4).trainer.model_copy(update={"lora": LoraConfig()})})
-    assert estimated(ROUND, model, adapters, TWO_LENGTHS).training == pytest.approx(machine.training * 2 / 3)
 
 
 EXPERTS = {"num_hidden_layers": 48, "hidden_size": 2048, "num_experts": 128, "num_experts_per_tok": 8}

@@ -54,14 +54,6 @@ def test_member_that_left_fails_the_broadcast_at_once_and_the_next_epoch_works(s
     assert tensors[1].tolist() == [0, 1, 2, 3]
 
 
-def test_silent_peer_and_missing_peer_end_at_the_deadline(store) -> None:
-    _trainer, actor = connected(store, 2)
-    with pytest.raises(DeadlineExceeded):
-        actor.broadcast(torch.zeros(4), 0.2)
-    with pytest.raises(DeadlineExceeded):
-        WeightGroup.connect(spec(store, 1, 2, "epoch-2"), 2)
-
-
 @pytest.mark.parametrize(
     ("world", "timeout_s", "patience_s", "comes_after_s", "missing"),
     [(4, 2, None, 0.0, (1, 3)), (3, 60, 0.2, 0.5, (1,))],

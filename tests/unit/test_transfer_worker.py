@@ -158,6 +158,18 @@ async def test_discard_ends_a_join_at_once_the_next_join_works_and_a_second_disc
         assert [type(answer) for answer in answers] == [list, GroupFailed, list]
 
 
+async def test_closing_ends_a_join_under_way_and_nccl_is_refused_without_a_gpu() -> None:
+    store = GroupStore()
+    async with engine(KeepingLoader()) as actor:
+        with pytest.raises(TransferError, match=r"weights\.backend"):
+            await actor.link.ask(Join(GroupSpec("127.0.0.1:1", "epoch-1", 1, 2, "nccl"), 1.0))
+        joining = asyncio.create_task(actor.join(store, "epoch-1", 2))
+        await until_checked_in(store)
+        actor.workers[0].close()
+        await asyncio.gather(joining, return_exceptions=True)  # an answer, if it was faster than the socket's end
+        await until_no_thread("weights-_work")
+
+
 @pytest.mark.parametrize("staging_buffers", [1, 2])
 async def test_a_loader_that_fails_ends_the_receive_and_leaves_the_group(staging_buffers: int) -> None:
     def fail(name: str) -> None:

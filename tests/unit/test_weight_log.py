@@ -178,13 +178,6 @@ def test_a_forged_record_changes_nothing(body: bytes, length: int | None) -> Non
     assert np.array_equal(into, old)
 
 
-def test_forged_records_that_are_right_are_taken() -> None:
-    into = np.zeros(ONE.total_bytes, np.uint8)
-    list(decode_delta(ONE, FIRST, SECOND, record(changed(2, b"\x05\x39", b"ab\1\2")), into, "o"))
-    words = {5: ord("a") + 256, 63: ord("b") + 512}
-    assert {int(index): int(into.view(np.uint16)[index]) for index in np.flatnonzero(into.view(np.uint16))} == words
-
-
 def test_damage_of_an_anchor_is_found() -> None:
     data = joined(encode_anchor(ONE, FIRST, torch.from_numpy(random_stream(ONE, np.random.default_rng(0)))))
     header = len(anchor_header(ONE, FIRST))
