@@ -540,7 +540,7 @@ def test_rewards_are_tried_on_the_users_problems_before_a_run(rehearsed: Callabl
         "3": "7 of 7 calls, first for the reference answer of line .*: the reward is '1', not a number",
         "4": "1 of 1 calls, .*: the process of reward my_rewards:leaves died: exit code 3",
         "5": r"1 of 1 calls, .* took more than 0.5 s \(reward.timeout_s\)",
-        "7": "3 of 3 calls, .*: tests: the row lacks it",
+        "7": "3 of 3 calls, .*: tests: has no tests; add some",
     }.items():
         assert re.search(f"^gives no reward in {said}", told.pop(position)), position
     assert told == {}
