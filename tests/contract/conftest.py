@@ -2,11 +2,9 @@
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 
 import pytest
 
-from benchmarks.nats_server import NatsServer
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import StreamLimits
 from tests.support.guarded_nats import LIMITS, connected_in_roles, guarded
@@ -17,20 +15,11 @@ Connect = Callable[..., AbstractAsyncContextManager[Bus]]
 
 
 @pytest.fixture(scope="session")
-def contract_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("contract")
-
-
-@pytest.fixture(scope="session")
-def contract_server(contract_folder: Path) -> Iterator[NatsServer]:
-    with guarded(contract_folder, RUN) as server:
-        yield server
-
-
-@pytest.fixture
-def connect(contract_server: NatsServer, contract_folder: Path) -> Connect:
+def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connect]:
     """`connect(limits)`: another client of the run, whose streams each test makes and deletes."""
-    return lambda limits=LIMITS: connected_in_roles(contract_server.url, RUN, contract_folder, limits)
+    folder = tmp_path_factory.mktemp("contract")
+    with guarded(folder, RUN) as server:
+        yield lambda limits=LIMITS: connected_in_roles(server.url, RUN, folder, limits)
 
 
 @asynccontextmanager

