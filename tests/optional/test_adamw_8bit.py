@@ -3,8 +3,6 @@
 Run by `make test-adamw8bit`, with torchao beside the environment and not in it (docs/development.md).
 """
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +54,6 @@ class Regression:
         return self.loss().item()
 
 
-def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
-    def size(value: Tensor) -> int:
-        if isinstance(value, OptimState8bit):
-            return sum(getattr(value, name).nbytes for name in value.tensor_attrs)
-        return value.nbytes
-
-    return sum(size(state[name]) for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
-
-
 def test_eight_bit_steps_train_as_float32_steps_do() -> None:
     first, exact, rounded = Regression("adamw").loss().item(), Regression("adamw"), Regression("adamw_8bit")
     half = exact.train(60), rounded.train(60)
@@ -94,26 +83,21 @@ def test_a_restored_learner_has_its_moments_in_eight_bit_again(tmp_path: Path) -
         rounding = 0.01 if name.startswith("exp_avg/") else 0.0  # blocks whose largest is negative get another scale
         atol = rounding * float(exact.abs().max())
         torch.testing.assert_close(after[name], exact, rtol=0, atol=atol, msg=name)
-    quantized = [
-        isinstance(second.optimizer.moments(stepped)["exp_avg"], OptimState8bit)
-        for stepped in trained_parameters(second).values()
-    ]
-    assert sum(quantized) > 8
-    assert sum(quantized) < len(quantized)
+    moments = [second.optimizer.moments(stepped)["exp_avg"] for stepped in trained_parameters(second).values()]
+    assert 8 < sum(isinstance(one, OptimState8bit) for one in moments) < len(moments)
     losses = [[one.step(one.prepare([group], version))["loss"] for version in (3, 4, 5)] for one in (first, second)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
-def test_eight_bit_moments_take_a_quarter_of_the_memory() -> None:
-    def bytes_of(optimizer: str) -> int:
-        parameter = nn.Parameter(torch.zeros(512, 512))
-        adamw = build_adamw([{"params": [parameter], "weight_decay": 0.0}], config(optimizer))
-        parameter.grad = torch.ones_like(parameter)
-        adamw.step()
-        return moment_bytes(adamw)
-
-    assert bytes_of("adamw") == 512 * 512 * 8
-    assert bytes_of("adamw_8bit") < 0.26 * bytes_of("adamw")
+@pytest.mark.parametrize(("optimizer", "most"), [("adamw", 8.0), ("adamw_8bit", 0.26 * 8)])
+def test_eight_bit_moments_take_a_quarter_of_the_memory(optimizer: str, most: float) -> None:
+    parameter = nn.Parameter(torch.zeros(512, 512))
+    adamw = build_adamw([{"params": [parameter], "weight_decay": 0.0}], config(optimizer))
+    parameter.grad = torch.ones_like(parameter)
+    adamw.step()
+    moments = [adamw.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")]
+    parts = [getattr(one, name) for one in moments for name in getattr(one, "tensor_attrs", ["data"])]
+    assert sum(part.nbytes for part in parts) <= most * 512 * 512
 
 
 def test_the_schedule_reaches_an_eight_bit_step() -> None:
@@ -125,19 +109,6 @@ def test_the_schedule_reaches_an_eight_bit_step() -> None:
     assert moves.median().item() == pytest.approx(1e-2 / 3, rel=1e-3)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-def test_matrices_decay_and_vectors_do_not(optimizer: str) -> None:
-    layer = nn.Linear(WIDTH, WIDTH)
-    with torch.no_grad():
-        layer.weight.fill_(1.0)
-        layer.bias.fill_(1.0)
-    stepped = PolicyOptimizer(layer.parameters(), config(optimizer, weight_decay=0.5, warmup_steps=0))
-    (layer.weight.sum() * 0 + layer.bias.sum() * 0).backward()
-    stepped.step(0.0, 1.0)
-    assert layer.weight.detach().numpy() == pytest.approx(1 - 1e-2 * 0.5)
-    assert layer.bias.detach().numpy() == pytest.approx(1.0)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
 def test_a_machine_that_cannot_compile_the_step_is_told_what_to_do() -> None:
@@ -146,14 +117,3 @@ def test_a_machine_that_cannot_compile_the_step_is_told_what_to_do() -> None:
     broken = inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True})
     with broken, pytest.raises(FieldError, match=r"trainer\.optimizer = 'adamw_8bit': .*no-such-compiler.*or use adamw"):
         check_compiled_step(AdamW8bit, torch.device("cpu"))
-
-
-def test_importing_torchao_leaves_a_services_log_empty() -> None:
-    script = """
-from pipelinerl.service.logs import LogContext, configure_logging
-configure_logging(LogContext("r", "trainer", "trainer-0"))
-import torchao.optim
-import services.trainer.learn.optimizer
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600)
-    assert done.stderr == ""

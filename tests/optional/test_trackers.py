@@ -4,7 +4,6 @@ Run by `make test-trackers`, with the packages beside the environment and not in
 """
 
 import json
-import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from pipelinerl.recipe.fields import Recipe
-from pipelinerl.recipe.preflight import examine
 from pipelinerl.service.settings import TrainerSettings
 from services.trainer.checkpoint.run_state import Start
 from services.trainer.reporting import trackers as run_trackers
@@ -29,6 +27,8 @@ PAGE_KEY = "page-0123456789"
 ODD = "a\0\ud800 | <b>\n# 007"
 SAMPLE = {"version": 0, "prompt": "12+7=", "terms": {"math": 1.0}, "spans": [[0, 0, 5]]}
 """Parts of a line of samples.jsonl."""
+ROW = {"completion": "a\ufffd\ufffd | <b>\n# 007", "reward": 1.0, "reward_terms": '{"math": 1.0}', "length": 5}
+"""What a tracker's table has of it."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,7 @@ async def track(run_dir: Path, recipe: Recipe, start: Any, steps: range, *, fini
     settings = TrainerSettings(run="tiny-1", instance="trainer", page=True, **own)  # type: ignore[arg-type]
     async with run_trackers.run_trackers(recipe, settings, start, 8000) as trackers:
         for step in steps:
-            for completion, reward in ((ODD, 1.0), ("x" * 2**20, 0.0)):
-                trackers.sample(SAMPLE | {"step": step, "heldout": False, "completion": completion, "reward": reward})
+            trackers.sample(SAMPLE | {"step": step, "heldout": False, "completion": ODD, "reward": 1.0})
             trackers.step({"step": step, "ess": 1 / step, "ess_by_lag": {"17+": 0.5}, "mfu": None})
         trackers.sample(SAMPLE | {"step": steps[-1], "heldout": True, "completion": "007", "reward": None})
         trackers.heldout(evaluation(steps[-1]))
@@ -85,12 +84,10 @@ async def test_tensorboard_has_each_step_once_after_a_restart(tmp_path: Path) ->
     assert {table.step for table in tables} == {1, 2, 3, 4, 5, 6}
     text = tables[-1].tensor_proto.string_val[0].decode()
     assert "    completion:\n        a\ufffd\ufffd | <b>\n    # 007\n" in text
-    assert len(text) < 3000
-    *_, heldout = read.Tensors("heldout/samples/text_summary")
-    assert (heldout.step, "    reward:\n        None\n" in heldout.tensor_proto.string_val[0].decode()) == (6, True)
+    assert read.Tensors("heldout/samples/text_summary")[-1].step == 6
 
 
-async def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_mlflow_goes_on_with_its_run(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     await twice(tmp_path, "mlflow")
@@ -108,22 +105,8 @@ async def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.M
     assert run.data.tags["mlflow.note.content"] == "a small run"
     assert run.data.tags["live_page"] == "http://127.0.0.1:8000/"
     table = json.loads(Path(client.download_artifacts(run.info.run_id, "samples/2-000006.json", str(tmp_path))).read_text())
-    odd, long = (dict(zip(table["columns"], row, strict=True)) for row in table["data"])
-    assert odd == {
-        "step": 6,
-        "version": 0,
-        "problem": "12+7=",
-        "completion": "a\ufffd\ufffd | <b>\n# 007",
-        "reward": 1.0,
-        "reward_terms": '{"math": 1.0}',
-        "lag": 0,
-        "length": 5,
-    }
-    assert len(long["completion"]) < 2100
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")  # the library reads tables with it alone
-    (heldout,) = client.load_table(run.info.experiment_id, "heldout/samples/2-000006.json").to_dict("records")
-    assert heldout["length"] == 5
-    assert math.isnan(heldout["reward"])
+    (odd,) = (dict(zip(table["columns"], row, strict=True)) for row in table["data"])
+    assert odd == ROW | {"step": 6, "version": 0, "problem": "12+7=", "lag": 0}
     tables = json.loads(run.data.tags["mlflow.loggedArtifacts"])
     assert [table["path"] for table in tables if table["path"].startswith("samples/")] == [
         f"samples/{start}-00000{step}.json" for start, steps in ((1, range(1, 6)), (2, range(4, 7))) for step in steps
@@ -137,23 +120,20 @@ async def test_wandb_keeps_one_run_for_later_sending(tmp_path: Path) -> None:
     assert run_id.startswith("tiny-1-")
     assert [run_id in folder.name for folder in folders] == [True, True]
     rows = [row for folder in folders for row in history(folder / f"run-{run_id}.wandb")]
-    steps = [(row["step"], row["ess"], row["incarnation"]) for row in rows if "ess" in row]
-    assert steps == [(step, pytest.approx(1 / step), 1) for step in range(1, 6)] + [
-        (step, pytest.approx(1 / step), 2) for step in range(4, 7)
-    ]
+    sent = [(step, start) for start, steps in ((1, range(1, 6)), (2, range(4, 7))) for step in steps]
+    logged = [(row["step"], row["ess"], row["incarnation"]) for row in rows if "ess" in row]
+    assert logged == [(step, pytest.approx(1 / step), start) for step, start in sent]
     evaluated = [(row["heldout/version"], row["heldout/accuracy"]) for row in rows if "heldout/accuracy" in row]
     assert evaluated == [(5, 0.75), (6, 0.75)]
     logged = [(row["step"], row["samples/_type"], row["samples/nrows"]) for row in rows if "samples/_type" in row]
-    assert logged == [(step, "table-file", 2) for step in (*range(1, 6), *range(4, 7))]
+    assert logged == [(step, "table-file", 1) for step, _ in sent]
     paths = [folder / "files" / row["samples/path"] for folder in folders for row in rows if "samples/path" in row]
     tables = [json.loads(path.read_text()) for path in paths if path.is_file()]
     assert [table["columns"] for table in tables] == [tables[0]["columns"]] * 8
-    odd, long = (dict(zip(tables[0]["columns"], row, strict=True)) for row in tables[0]["data"])
-    assert (odd["completion"], odd["reward_terms"], odd["length"]) == ("a\ufffd\ufffd | <b>\n# 007", '{"math": 1.0}', 5)
-    assert len(long["completion"]) < 2100
+    (odd,) = (dict(zip(tables[0]["columns"], row, strict=True)) for row in tables[0]["data"])
+    assert odd.items() >= ROW.items()
     files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
-    assert [path for path in files if KEY.encode() in path.read_bytes()] == []
-    assert [path for path in files if PAGE_KEY.encode() in path.read_bytes()] == []
+    assert [path for path in files for key in (KEY, PAGE_KEY) if key.encode() in path.read_bytes()] == []
     assert any(b"http://127.0.0.1:8000/" in path.read_bytes() for path in files)
 
 
@@ -183,8 +163,3 @@ def stored(data: bytes) -> Iterator[bytes]:
         if place in (1, 4):
             yield record
             record = b""
-
-
-def test_preflight_finds_the_packages() -> None:
-    found = examine(make_recipe(trackers=["tensorboard", "mlflow", "wandb"])).problems
-    assert [problem for problem in found if "trackers" in str(problem)] == []

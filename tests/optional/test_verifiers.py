@@ -45,8 +45,7 @@ def test_a_policy_is_trained_on_an_environment_and_every_reward_is_that_of_its_t
     audit(run_dir)
     records, summary = run.metrics(), run.summary()
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    assert all(ledger_adds_up(record["sequences"]) for record in records)
-    assert all(record["sequences"]["failed"] == 0 for record in records)
+    assert all(ledger_adds_up(record["sequences"]) and not record["sequences"]["failed"] for record in records)
     assert all((record["turns_mean"], record["branches_mean"]) == (TURNS, 1.0) for record in records)
     assert summary["logprob_mismatch_max"] <= PARITY_NATS
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
@@ -96,12 +95,8 @@ async def test_an_environment_of_the_package_itself_and_its_failures(tmp_path: P
     """Of two attempts, the package's `best-of-n` says which is better."""
     task = {"source": "verifiers", "name": "say-digits", "config": {"id": "best-of-n", "n": 2, "threshold": 0.5}}
     answers = iter([says("1a"), says("23"), *[refuses("max_turns_exceeded")] * 2, *[refuses("gone", 404)] * 2])
-    with (
-        endpoint(lambda _: next(answers)) as policy,
-        verifier(
-            tmp_path, {"name": "t", "model": {"source": "path", "name": "x"}, "task": {**task, "heldout_problems": 4}}
-        ) as one,
-    ):
+    data = {"name": "t", "model": {"source": "path", "name": "x"}, "task": {**task, "heldout_problems": 4}}
+    with endpoint(lambda _: next(answers)) as policy, verifier(tmp_path, data) as one:
         address = one.wait_until_serving().address.grpc
         requests = [
             episode(policy, {"split": split, "index": index}, number, task="say-digits")
