@@ -16,17 +16,16 @@ class Authority:
     """Issues certificates for both sides of a connection."""
 
     def __init__(self, name: str = "pipelinerl tests") -> None:
-        self._key, self._name = ec.generate_private_key(ec.SECP256R1()), _common_name(name)
-        unsigned = _begun(self._name, self._name, self._key, days=10)
+        self._key, self._name = ec.generate_private_key(ec.SECP256R1()), name
+        unsigned = _begun(name, name, self._key, days=10)
         unsigned = unsigned.add_extension(x509.BasicConstraints(True, None), critical=True)
         self._certificate = unsigned.sign(self._key, hashes.SHA256())
 
     def issue(self, folder: Path, *names: str, days: float = 1) -> Path:
         """Writes tls.crt, tls.key and ca.crt for DNS names and addresses, valid for `days` from now (negative: expired)."""
-        folder.mkdir(parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = (
-            _begun(_common_name("a service"), self._name, key, days)
+            _begun("a service", self._name, key, days)
             .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
             .sign(self._key, hashes.SHA256())
         )
@@ -47,20 +46,15 @@ def serial_of(certificate: Path | str) -> int:
     return x509.load_pem_x509_certificate(text).serial_number
 
 
-def _common_name(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
 def _general_name(name: str) -> x509.GeneralName:
     return x509.IPAddress(ipaddress.ip_address(name)) if name[0].isdigit() else x509.DNSName(name)
 
 
-def _begun(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float) -> x509.CertificateBuilder:
+def _begun(subject: str, issuer: str, key: ec.EllipticCurvePrivateKey, days: float) -> x509.CertificateBuilder:
+    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in (subject, issuer)]
     now = datetime.now(UTC)
     return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
+        x509.CertificateBuilder(issuer_name=names[1], subject_name=names[0])
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(days=20))

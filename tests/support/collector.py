@@ -2,14 +2,12 @@
 
 import gzip
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
 from tests.support.http_server import Answer, Request, http_server
 
@@ -56,13 +54,9 @@ class Collector:
         return [other for other in self.spans if other.trace == span.trace and other.parent == span.id]
 
     def below(self, span: ReceivedSpan) -> list[ReceivedSpan]:
-        by_parent = defaultdict(list)
-        for other in self.spans:
-            if other.trace == span.trace:
-                by_parent[other.parent].append(other)
         found = [span]
         for one in found:
-            found.extend(by_parent[one.id])
+            found.extend(self.children(one))
         return found
 
     def way_of(self, span: ReceivedSpan) -> list[ReceivedSpan]:
@@ -75,21 +69,11 @@ class Collector:
     def take(self, body: bytes) -> None:
         for part in ExportTraceServiceRequest.FromString(body).resource_spans:
             resource = _values(part.resource.attributes)
-            for scope in part.scope_spans:
-                self.spans.extend(
-                    ReceivedSpan(
-                        span.name,
-                        span.trace_id.hex(),
-                        span.span_id.hex(),
-                        span.parent_span_id.hex(),
-                        _values(span.attributes),
-                        resource,
-                        tuple(link.span_id.hex() for link in span.links),
-                        tuple(event.name for event in span.events),
-                        span.end_time_unix_nano / 1e9,
-                    )
-                    for span in scope.spans
-                )
+            for span in (span for scope in part.scope_spans for span in scope.spans):
+                ids = span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex()
+                links, events = (link.span_id.hex() for link in span.links), (event.name for event in span.events)
+                end_s, values = span.end_time_unix_nano / 1e9, _values(span.attributes)
+                self.spans.append(ReceivedSpan(span.name, *ids, values, resource, tuple(links), tuple(events), end_s))
 
 
 @contextmanager
@@ -115,10 +99,10 @@ def collecting() -> Iterator[Collector]:
 
 
 def _values(pairs: Any) -> dict[str, Any]:
-    return {pair.key: _value(pair.value) for pair in pairs if isinstance(pair, KeyValue)}
+    return {pair.key: _value(pair.value) for pair in pairs}
 
 
-def _value(value: AnyValue) -> Any:
+def _value(value: Any) -> Any:
     if value.WhichOneof("value") == "array_value":
         return [_value(each) for each in value.array_value.values]
     return getattr(value, value.WhichOneof("value") or "string_value")

@@ -1,7 +1,7 @@
 """Stand-ins for the three services, as small processes that keep to the runner's contract: settings in the environment,
 an address file, /readyz, gRPC, SIGTERM. They train nothing. Run as `python fake_services.py KIND`.
 
-FAKE_* variables make them misbehave: see `Fake`. The trainer keeps to the rules of a restart: it writes lineage.json, goes on
+FAKE_* variables make them misbehave: see `FAKE`. The trainer keeps to the rules of a restart: it writes lineage.json, goes on
 from the newest checkpoint, cuts metrics.jsonl to it, and on SIGTERM writes a checkpoint and an interrupted summary. It imports
 only what it needs: a test starts dozens of these.
 """
@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,12 @@ import yaml
 SETTINGS = {key.removeprefix("PIPELINERL_").lower(): value for key, value in os.environ.items()}
 
 
-class Fake:
-    """How to misbehave, from the environment."""
-
-    step_s = float(os.environ.get("FAKE_STEP_S", "0.05"))
-    crash_at_step = int(os.environ.get("FAKE_CRASH_AT_STEP", "0"))
-    exit_code = int(os.environ.get("FAKE_EXIT_CODE", "1"))
-    checkpoint_every = int(os.environ.get("FAKE_CHECKPOINT_EVERY", "0"))
-    pauses = os.environ.get("FAKE_PAUSES", "").split(",")
-    """Steps that the trainer goes on from only when the run's folder has a file go-on-STEP. With `model`, the process that
-    makes the model waits for the file go-on-model."""
-    deaf = os.environ.get("FAKE_DEAF", "").split(",")
-    """Kinds or names of those that ignore SIGTERM."""
-    actor_exit = os.environ.get("FAKE_ACTOR_EXIT", "")
-    only_actor = os.environ.get("FAKE_ONLY_ACTOR", "")
-    """Name of the one actor that exits so; empty: all."""
+FAKE = {key.removeprefix("FAKE_"): value for key, value in os.environ.items() if key.startswith("FAKE_")}
+"""How to misbehave. STEP_S: seconds of a step. CRASH_AT_STEP, EXIT_CODE: of the trainer. CHECKPOINT_EVERY: so many steps.
+PAUSES: steps that the trainer goes on from only when the run's folder has a file go-on-STEP; with `model`, the process that
+makes the model waits for the file go-on-model. SLOW_CHECKPOINT: the last one waits for the file go-on-checkpoint. DEAF: kinds
+or names of those that ignore SIGTERM. ACTOR_EXIT: an actor, of ONLY_ACTOR's name if that is given, exits so."""
+PAUSES = FAKE.get("PAUSES", "").split(",")
 
 
 async def serve(grpc_port: int) -> None:
@@ -56,9 +48,23 @@ async def serve(grpc_port: int) -> None:
     print(f"{SETTINGS['instance']} serves {address}", flush=True)
 
 
+async def serve_grpc(add: Callable[[Any, Any], None], servicer: object) -> Any:
+    import grpc.aio
+
+    from pipelinerl.service.tls import server_credentials
+
+    server = grpc.aio.server()
+    add(servicer, server)
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(Path(SETTINGS["tls_dir"])))
+    await server.start()
+    await serve(port)
+    return server
+
+
 def stop_event(kind: str) -> asyncio.Event:
     event = asyncio.Event()
-    on_stop = (lambda: print("ignored", flush=True)) if {kind, SETTINGS["instance"]} & set(Fake.deaf) else event.set
+    is_deaf = not {kind, SETTINGS["instance"]}.isdisjoint(FAKE.get("DEAF", "").split(","))
+    on_stop = (lambda: print("ignored", flush=True)) if is_deaf else event.set
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_stop)
     return event
 
@@ -72,12 +78,9 @@ async def verifier() -> int:
 
 
 async def actor() -> int:
-    if Fake.actor_exit and Fake.only_actor in ("", SETTINGS["instance"]):
+    if "ACTOR_EXIT" in FAKE and FAKE.get("ONLY_ACTOR", SETTINGS["instance"]) == SETTINGS["instance"]:
         print("WARNING of something else\nerror: no such model", flush=True)
-        return int(Fake.actor_exit)
-    import grpc.aio
-
-    from pipelinerl.service.tls import server_credentials
+        return int(FAKE["ACTOR_EXIT"])
     from pipelinerl.v1 import actor_pb2, actor_pb2_grpc
 
     class Actor(actor_pb2_grpc.ActorServiceServicer):
@@ -87,11 +90,8 @@ async def actor() -> int:
 
     sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(120)"]
     subprocess.Popen(sleeps, process_group=0)  # as vLLM's engine core
-    stop, server = stop_event("actor"), grpc.aio.server()
-    actor_pb2_grpc.add_ActorServiceServicer_to_server(Actor(), server)
-    port = server.add_secure_port("127.0.0.1:0", server_credentials(Path(SETTINGS["tls_dir"])))
-    await server.start()
-    await serve(port)
+    stop = stop_event("actor")
+    server = await serve_grpc(actor_pb2_grpc.add_ActorServiceServicer_to_server, Actor())
     await stop.wait()
     await server.stop(None)
     return 0
@@ -118,14 +118,11 @@ def records_to_go_on_from(run_dir: Path) -> list[dict[str, Any]]:
 
 
 async def trainer() -> int:
-    import grpc.aio
-
-    from pipelinerl.service.tls import server_credentials
     from pipelinerl.v1 import trainer_pb2, trainer_pb2_grpc
 
     run_dir, recipe = Path(SETTINGS["run_dir"]), yaml.safe_load(Path(SETTINGS["recipe"]).read_text())
     total, records = recipe["trainer"]["steps"], records_to_go_on_from(run_dir)
-    begun, stop, server = len(records), stop_event("trainer"), grpc.aio.server()
+    begun, stop, step_s = len(records), stop_event("trainer"), float(FAKE.get("STEP_S", "0.05"))
 
     class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
         async def GetStatus(self, request: object, context: object) -> trainer_pb2.TrainerStatus:
@@ -142,30 +139,27 @@ async def trainer() -> int:
                         yield trainer_pb2.StepMetrics(step=record["step"], json=json.dumps(record))
                 await asyncio.sleep(0.02)
 
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Trainer(), server)
-    port = server.add_secure_port("127.0.0.1:0", server_credentials(Path(SETTINGS["tls_dir"])))
-    await server.start()
-    await serve(port)
+    server = await serve_grpc(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, Trainer())
     with (run_dir / "metrics.jsonl").open("a") as metrics:
         for step in range(begun + 1, total + 1):
-            if step == Fake.crash_at_step:
+            if str(step) == FAKE.get("CRASH_AT_STEP"):
                 print("ZeroDivisionError: in the loss", flush=True)
-                return Fake.exit_code
-            record = {"step": step, "policy_version": step, "time_s": step * Fake.step_s, "reward_mean": step / total}
+                return int(FAKE.get("EXIT_CODE", "1"))
+            record = {"step": step, "policy_version": step, "time_s": step * step_s, "reward_mean": step / total}
             record |= {"from": begun, "largest_lag": 2, "max_lag_too_small": step > 9}
             record |= {"clip_range_cut": 0.41 if step > 30 else None, "equal_reward_groups": float(step > 30)}
             print(json.dumps(record), file=metrics, flush=True)
             records.append(record)
-            if Fake.checkpoint_every and step % Fake.checkpoint_every == 0:
+            if "CHECKPOINT_EVERY" in FAKE and step % int(FAKE["CHECKPOINT_EVERY"]) == 0:
                 write_checkpoint(run_dir, recipe, step)
             with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), Fake.step_s)
-            while str(step) in Fake.pauses and not stop.is_set() and not (run_dir / f"go-on-{step}").exists():
+                await asyncio.wait_for(stop.wait(), step_s)
+            while str(step) in PAUSES and not stop.is_set() and not (run_dir / f"go-on-{step}").exists():
                 await asyncio.sleep(0.02)
             if stop.is_set():
                 break
     await server.stop(None)
-    if "FAKE_SLOW_CHECKPOINT" in os.environ:  # until the run's folder has a file go-on-checkpoint
+    if "SLOW_CHECKPOINT" in FAKE:
         partial = run_dir / "checkpoints" / f".step-{len(records)}.partial-{os.getpid()}"
         partial.mkdir(parents=True)
         (partial / "weights").write_bytes(b"1234")
@@ -189,7 +183,7 @@ async def model() -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     with filling(built_folder(recipe, SETTINGS["run"], Path(SETTINGS["model_cache"]))) as beside:
         print("INFO initial model: step 1 of 2", flush=True)
-        while "model" in Fake.pauses and not Path(SETTINGS["recipe"]).with_name("go-on-model").exists():
+        while "model" in PAUSES and not Path(SETTINGS["recipe"]).with_name("go-on-model").exists():
             await asyncio.sleep(0.02)
         (beside / "config.json").write_text(recipe.model.model_dump_json())
     return 0

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,31 +38,24 @@ class Log:
     def __init__(self, name: str, max_messages: int) -> None:
         self._name, self._max_messages = name, max_messages
         self.entries: dict[int, LogEntry] = {}
-        self._published_at_s: dict[int, float] = {}  # by position
-        self._positions: dict[str, int] = {}  # by message id
+        self.positions: dict[str, int] = {}  # by message id
         self.last_position = 0
 
     def append(self, payload: bytes, msg_id: str, headers: Headers) -> int:
-        if msg_id in self._positions:
-            return self._positions[msg_id]
+        if msg_id in self.positions:
+            return self.positions[msg_id]
         if len(self.entries) >= self._max_messages:
             raise BusError(f"{self._name} is full: it may hold {self._max_messages} messages")
         self.last_position += 1
         if msg_id:
-            self._positions[msg_id] = self.last_position
+            self.positions[msg_id] = self.last_position
         self.entries[self.last_position] = LogEntry(self.last_position, payload, msg_id, headers)
-        self._published_at_s[self.last_position] = time.time()
         return self.last_position
-
-    def empty(self) -> None:
-        self.entries.clear()
-        self._positions.clear()
 
     def info(self) -> StreamInfo:
         first = min(self.entries, default=self.last_position + 1)
-        first_at_s = self._published_at_s[first] if self.entries else None
         size = sum(len(entry.payload) for entry in self.entries.values())
-        return StreamInfo(len(self.entries), size, first, self.last_position, first_at_s)
+        return StreamInfo(len(self.entries), size, first, self.last_position)
 
 
 class RunStreams:
@@ -91,9 +83,6 @@ class MemoryServer:
     reachable: bool = True
     """False: every call raises `BusError` and iterators wait, as during an outage. Change it with `set_reachable`."""
     streams: RunStreams | None = None
-    lateness: Callable[[], int] = lambda: 0
-    """Turns of the event loop by which a reader looks late for its next item: of a subject that is written anew meanwhile, it
-    sees only the last message."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def set_reachable(self, reachable: bool) -> None:
@@ -136,7 +125,7 @@ class MemoryPrompt:
         await self.ack()
 
 
-class _Feed:
+class _Feed(AsyncIterator[Any]):
     """Async iterator over what `next_after(position)` finds, within `async with`; waits for a change when it finds nothing."""
 
     def __init__(self, bus: MemoryBus, next_after: Callable[[int], tuple[int, Any] | None], position: int = 0) -> None:
@@ -149,12 +138,7 @@ class _Feed:
     async def __aexit__(self, *exc: object) -> None:
         return
 
-    def __aiter__(self) -> _Feed:
-        return self
-
     async def __anext__(self) -> Any:
-        for _ in range(self._bus.server.lateness()):
-            await asyncio.sleep(0)
         while True:
             if not self._bus.server.reachable:
                 await self._bus.server.wait(None)
@@ -226,8 +210,9 @@ class MemoryBus:
     async def empty(self) -> None:
         """Forget also the ids."""
         streams = self._streams()
-        streams.prompts.empty()
-        streams.sequences.empty()
+        for one in (streams.prompts, streams.sequences):
+            one.entries.clear()
+            one.positions.clear()
         streams.deliveries.clear()
         streams.deadlines_s.clear()
 
@@ -235,7 +220,7 @@ class MemoryBus:
         return self._streams().sequences.info()
 
     async def publish_dead_letter(self, payload: bytes, msg_id: str) -> None:
-        self._append(self._streams().dead, "dead", payload, msg_id, NO_HEADERS)
+        self._append(self._streams().dead, "dead", payload, msg_id)
 
     async def dead_letters(self) -> list[bytes]:
         return [entry.payload for entry in self._streams().dead.entries.values()]
@@ -289,7 +274,7 @@ class MemoryBus:
 
         return _Feed(self, next_after)
 
-    def _append(self, log: Log, subject: str, payload: bytes, msg_id: str, headers: Headers) -> int:
+    def _append(self, log: Log, subject: str, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         self._check_size(subject, payload)
         position = log.append(payload, msg_id, headers)
         self.server.notify()

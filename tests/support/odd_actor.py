@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.light_actor import LightEngine, start_light_engine
+from benchmarks.light_actor import start_light_engine
 from pipelinerl.messages.sequences import Completion
 from pipelinerl.recipe.loading import load_recipe, recipe_yaml
 from pipelinerl.service.lifecycle import run_service
@@ -23,22 +23,17 @@ from services.actor.engine import GenerationRequest
 ODD = "actor-1"
 
 
-class LyingEngine:
-    def __init__(self, honest: LightEngine) -> None:
-        self._honest = honest
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._honest, name)
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        made = await self._honest.generate(request)
-        return replace(made, behaviour_logprobs=made.behaviour_logprobs - 0.5)
-
-
 @asynccontextmanager
 async def start_lying_engine(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
     async with start_light_engine(*arguments, **options) as engine:
-        yield LyingEngine(engine)
+        honest = engine.generate
+
+        async def generate(request: GenerationRequest) -> Completion:
+            made = await honest(request)
+            return replace(made, behaviour_logprobs=made.behaviour_logprobs - 0.5)
+
+        engine.generate = generate  # type: ignore[method-assign]
+        yield engine
 
 
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:

@@ -7,7 +7,6 @@ shows them: the recipe itself is well-formed.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -243,8 +242,6 @@ RECIPE_FAULTS = (
                 {"algorithm.mask": "icepop", "algorithm.mask_low": 1.0, "algorithm.mask_high": 1.0}),
     RecipeFault("references are short solutions", "references-unmatched", {},
                 _with(answer=lambda row: f"{row['prompt'][8:-1]} equals {row['answer']}")),
-    RecipeFault("half of the references have a unit", "references-unmatched", {},
-                lambda rows: [row | {"answer": row["answer"] + " cm" * (i % 2)} for i, row in enumerate(rows)]),
     RecipeFault("references are percentages, and texts are compared", "references-unmatched",
                 {"reward.answer_pattern": "Answer: (.+)"}, _with(answer=lambda row: f"{row['answer']}%")),
     RecipeFault("empty cells have become nan", "references-unmatched", {"reward.answer_pattern": "Answer: (.+)"},
@@ -252,9 +249,6 @@ RECIPE_FAULTS = (
     RecipeFault("six of seven answers are no", "one-answer",
                 {"reward.answer_pattern": "Answer: (yes|no)", "task.system_prompt": "End with Answer: yes or Answer: no."},
                 lambda rows: [row | {"answer": "no" if i % 7 else "yes"} for i, row in enumerate(rows)]),
-    RecipeFault("references begin with a capital letter, and answers do not", "references-unmatched",
-                {"reward.answer_pattern": "Answer: (yes|no)", "task.system_prompt": "End with Answer: yes or Answer: no."},
-                lambda rows: [row | {"answer": "Yes" if i % 2 else "No"} for i, row in enumerate(rows)]),
     RecipeFault("the prompt's column is that of the answer", "columns-mixed", {"task.prompt_field": "answer"}),
     RecipeFault("the answer's column numbers the rows", "columns-mixed", {"task.answer_field": "id"},
                 lambda rows: [row | {"id": i} for i, row in enumerate(rows)]),
@@ -266,8 +260,6 @@ RECIPE_FAULTS = (
                 _with(prompt=lambda row: f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n")),
     RecipeFault("the system prompt begins with a token of its own", "template-twice",
                 {"task.system_prompt": "<|begin_of_text|>Reason step by step. End with Answer: and the number."}),
-    RecipeFault("prompts are lists of messages, written as text", "template-twice", {},
-                _with(prompt=lambda row: json.dumps([{"role": "user", "content": row["prompt"]}]))),
     RecipeFault("prompts end with the next speaker, in a chat", "template-twice", {},
                 _with(prompt=lambda row: f"User: {row['prompt']}\nAssistant:")),
     RecipeFault("the system prompt forbids the form of answers", "form-unsaid",
@@ -290,8 +282,6 @@ RECIPE_FAULTS = (
     RecipeFault("AdamW forgets squares sooner than means", "optimizer-settings", {"trainer.beta2": 0.5}),
     RecipeFault("the learning rate of all weights is used for adapters", "learning-rate-low", {"trainer.lora": {"rank": 16}}),
     RecipeFault("importance weights are unbounded", "bounds-wrong", {"algorithm.clamp": 1e9}),
-    RecipeFault("any divergence masks wrong answers", "bounds-wrong",
-                {"algorithm.mask": "off_policy_sequence", "algorithm.mask_kl": 0.0}),
     RecipeFault("evaluations come after the end", "evaluation-blind", {"evaluation.every_steps": 10_000}),
     RecipeFault("one problem is held out", "evaluation-blind", {"task.heldout_problems": 1}),
     RecipeFault("two problems are left for training", "problems-few", {}, lambda rows: rows[:34]),
@@ -323,8 +313,6 @@ RECIPE_FAULTS = (
     RecipeFault("choices are left out of the prompts", "columns-mixed", _LETTERS,
                 lambda rows: [row | {"answer": "ABCD"[i % 4]} for i, row in enumerate(rows)]),
     RecipeFault("prompts are hashes", "columns-mixed", {}, _with(prompt=lambda row: f"{hash(row['prompt']) % 16**16:016x}")),
-    RecipeFault("a hint tells the answer", "columns-mixed", {},
-                _with(prompt=lambda row: f"The result is {row['answer']}0, not {row['answer']}. {row['prompt']}")),
     RecipeFault("the system prompt has an empty place", "texts-damaged",
                 {"task.system_prompt": "Solve {{ question }} step by step. End with Answer: and the number."}),
     RecipeFault("roles have the names of ShareGPT", "template-unused", {},
@@ -335,9 +323,6 @@ RECIPE_FAULTS = (
     RecipeFault("most prompts leave room for half an answer", "prompts-fill-context", {"model.max_context": 600},
                 _with(prompt=lambda row: f"{'Read this carefully. ' * 110}{row['prompt']}")),
     RecipeFault("groups of two rarely differ", "groups-small", {"sampling.group_size": 2}),
-    RecipeFault("held-out answers are drawn at random", "temperature", {"evaluation.temperature": 2.0}),
-    RecipeFault("the value head's learning rate is that of a toy", "penalty-dominates",
-                {"algorithm.advantage": "value", "trainer.value_learning_rate": 0.1}),
     RecipeFault("a task of the mixture is never drawn", "batch-small", {"task": None, "tasks": [
         {"name": name, "weight": weight, "task": RECIPE["task"]} for name, weight in (("a", 1.0), ("b", 1e-5))]}),
     RecipeFault("the judge is not told how to write its mark", "judge-misled", _JUDGED | {"reward.judge": _JUDGE | {

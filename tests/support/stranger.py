@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import AsyncMock
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
@@ -25,7 +26,7 @@ import nats
 import nats.errors
 import psutil
 import pytest
-from nats.aio.client import Client
+from nats.js import JetStreamContext
 
 from pipelinerl.bus.protocol import Subjects
 from pipelinerl.commands.run_folder import streams_in_folder
@@ -39,28 +40,11 @@ from pipelinerl.v1 import actor_pb2, actor_pb2_grpc, trainer_pb2, trainer_pb2_gr
 REFUSED_WITHIN_S = 300.0
 
 
-async def read_sequence(client: Client, run: Subjects) -> object:
-    return (await client.jetstream().get_last_msg(run.sequences_stream, run.sequences)).data
-
-
-async def forge_sequence(client: Client, run: Subjects) -> object:
-    return (await client.jetstream().publish(run.sequences, b"reward 500")).seq
-
-
-async def delete_streams(client: Client, run: Subjects) -> object:
-    return [await client.jetstream().delete_stream(stream) for stream in run.every_stream]
-
-
-BY_NATS = (read_sequence, forge_sequence, delete_streams)
-
-
-async def look_at_actor(actor: grpc.aio.Channel, _: grpc.aio.Channel, __: grpc.aio.Channel) -> object:
-    return await actor_pb2_grpc.ActorServiceStub(actor).GetState(actor_pb2.GetStateRequest(), timeout=REFUSED_WITHIN_S)
-
-
-async def checkpoint(_: grpc.aio.Channel, trainer: grpc.aio.Channel, __: grpc.aio.Channel) -> object:
-    stub = trainer_pb2_grpc.TrainerServiceStub(trainer)
-    return await stub.CheckpointNow(trainer_pb2.CheckpointNowRequest(), timeout=REFUSED_WITHIN_S)
+BY_NATS: tuple[Callable[[JetStreamContext, Subjects], Awaitable[object]], ...] = (
+    lambda server, run: server.get_last_msg(run.sequences_stream, run.sequences),
+    lambda server, run: server.publish(run.sequences, b"reward 500"),
+    lambda server, run: asyncio.gather(*map(server.delete_stream, run.every_stream)),
+)
 
 
 async def have_rewarded(_: grpc.aio.Channel, __: grpc.aio.Channel, verifier: grpc.aio.Channel) -> object:
@@ -69,7 +53,13 @@ async def have_rewarded(_: grpc.aio.Channel, __: grpc.aio.Channel, verifier: grp
     return (await verifier_pb2_grpc.VerifierServiceStub(verifier).Verify(request, timeout=REFUSED_WITHIN_S)).results
 
 
-BY_GRPC = (look_at_actor, checkpoint, have_rewarded)
+BY_GRPC: tuple[Callable[..., Awaitable[object]], ...] = (
+    lambda actor, *_: actor_pb2_grpc.ActorServiceStub(actor).GetState(actor_pb2.GetStateRequest(), timeout=REFUSED_WITHIN_S),
+    lambda _, trainer, __: trainer_pb2_grpc.TrainerServiceStub(trainer).CheckpointNow(
+        trainer_pb2.CheckpointNowRequest(), timeout=REFUSED_WITHIN_S
+    ),
+    have_rewarded,
+)
 
 
 async def by_grpc(run_dir: RunDir, attack: Callable[..., Awaitable[object]], tls_dir: Path | None) -> object:
@@ -94,12 +84,12 @@ async def refused_everywhere(run_dir: RunDir, folder: Path) -> None:
     url = json.loads(run_dir.address("nats").read_bytes())["url"]
     trusting = ssl.create_default_context()
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
-    options = {"allow_reconnect": False, "connect_timeout": REFUSED_WITHIN_S, "error_cb": _nothing, "tls": trusting}
+    options = {"allow_reconnect": False, "connect_timeout": REFUSED_WITHIN_S, "error_cb": AsyncMock(), "tls": trusting}
     for attack in BY_NATS:
         for login in ({}, {"user": "actor", "password": own.nats("actor").read_text().partition(":")[2]}):
             with pytest.raises(nats.errors.Error, match="Authorization Violation"):
                 async with await nats.connect(url, **options, **login) as client:
-                    await attack(client, Subjects(run_dir.name))
+                    await attack(client.jetstream(), Subjects(run_dir.name))
     for attack in BY_GRPC:
         for tls_dir in (None, own.tls_dir):
             with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
@@ -122,7 +112,7 @@ async def open_to_the_owner(run_dir: RunDir) -> None:
 async def done_to_a_copy(run_dir: RunDir) -> None:
     for attack in BY_NATS:
         async with streams_in_folder(run_dir.path) as bus:
-            assert await attack(bus.connection, Subjects(run_dir.name)), attack
+            assert await attack(bus.connection.jetstream(), Subjects(run_dir.name)), attack
 
 
 def nothing_is_readable_by_others(run_dir: RunDir) -> None:
@@ -220,6 +210,3 @@ def _as_nobody(told: Connection, wanted: list[tuple[int, bytes]], closed: list[s
             opened.append(path)
     told.send((len(held), opened))
     told.recv()
-
-
-async def _nothing(_: Exception) -> None: ...
