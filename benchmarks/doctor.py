@@ -4,7 +4,7 @@
     python -m benchmarks.doctor RUNS --only cut      # play some of them; write nothing
     python -m benchmarks.doctor RUNS --played        # judge those that RUNS holds, and write the result
 
-The faults are in tests/support/seeded_faults.py. A run takes 20 to 60 s on two CPU cores.
+The faults are in benchmarks/faulty_runs.py. A run takes 20 to 60 s on two CPU cores.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faulty_runs import HEALTHY, RUN_FAULTS, RunFault, sums
 from benchmarks.result_files import write_result
 from pipelinerl.doctor import lessons
 from pipelinerl.doctor.findings import rules_of
 from pipelinerl.doctor.runs import FIGURE_RULES, examine_run, losses
 from pipelinerl.doctor.settings import SETTINGS_RULES
 from pipelinerl.run_summary import read_jsonl
-from tests.support.seeded_faults import HEALTHY, RUN_FAULTS, RunFault, sums
 
 _LIMIT_S = 170.0
 _PIPELINERL = (sys.executable, "-m", "pipelinerl.cli")

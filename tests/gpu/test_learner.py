@@ -95,27 +95,26 @@ def test_the_peak_of_memory_is_that_since_it_was_last_asked() -> None:
     assert take_memory_peak(device) < 2**28
 
 
+def on_one_rank(job: Job) -> Result:
+    model_of("llama-tied", max_position_embeddings=64).save_pretrained(job.folder)
+    result = train(load_learner(job.recipe(), job.folder, RankSettings()), job)
+    assert result is not None
+    return result
+
+
 @pytest.mark.parametrize("every_gpu", [False, True], ids=["one rank", "all GPUs"])
 def test_ranks_over_nccl_train_as_one(every_gpu: bool, tmp_path: Path) -> None:
     size = torch.cuda.device_count() if every_gpu else 1
     if every_gpu and size == 1:
         pytest.skip("one GPU")
-    model_of("llama-tied", max_position_embeddings=64).save_pretrained(tmp_path)
     job = Job(str(tmp_path))
-    alone = train(load_learner(job.recipe(), job.folder, RankSettings()), job)
-    together = on_ranks(size, _train_sharded, job)[0]
-    assert alone is not None
-    assert together is not None
-    same(alone, together, atol=1e-4)
+    same(on_one_rank(job), on_ranks(size, _train_sharded, job)[0], atol=1e-4)
 
 
 def test_sharded_sixteen_bit_is_near_float32(tmp_path: Path) -> None:
     """bf16 products on sharded float32 weights: losses and figures of two steps."""
-    model_of("llama-tied", max_position_embeddings=64).save_pretrained(tmp_path)
-    exact = train(load_learner(Job(str(tmp_path)).recipe(), str(tmp_path), RankSettings()), Job(str(tmp_path)))
+    exact = on_one_rank(Job(str(tmp_path)))
     half = on_ranks(torch.cuda.device_count(), _train_sharded, Job(str(tmp_path), model={"dtype": "bfloat16"}))[0]
-    assert exact is not None
-    assert half is not None
     for left, right in zip(exact.outcomes, half.outcomes, strict=True):
         assert right["skipped"] == ""
         assert right["loss"] == pytest.approx(left["loss"], rel=0.1, abs=0.05)

@@ -19,16 +19,8 @@ DURATIONS = ROOT / "tests" / "durations.json"
 REQUIRED = os.environ.get("PIPELINERL_TEST_TOOLS") == "required"
 MAY_SKIP = ("tests/gpu/", "tests/optional/")
 """Folders whose tests need what a plain installation does not have: a GPU, torchao, experiment trackers, SmolLM2."""
-OF_THE_MACHINE = (
-    "GPU",
-    "a private network",
-    "the mini cluster",
-    "cannot mount",
-    "no IPv6",
-    "the kernel permits no",
-    "Landlock ABI",
-    "a real cluster",
-)
+OF_THE_MACHINE = ("GPU", "a private network", "the mini cluster", "cannot mount", "no IPv6", "the kernel permits no")
+OF_THE_MACHINE += ("Landlock ABI", "a real cluster")
 """Parts of the reasons that no installation step can mend: devices, and what the kernel or its sandbox permits."""
 
 
@@ -58,23 +50,14 @@ class Suite:
         """Run engines first and then the longest files, so that no worker is left with a long one."""
         if not self.is_worker:
             return
-        seconds: dict[str, float] = json.loads(DURATIONS.read_text())
-
-        def key(item: pytest.Item) -> tuple[bool, float, str]:
-            name = file_of(item.nodeid)
-            return (group_of(name) != "engines", -seconds.get(name, 0.0), name)
-
-        items.sort(key=key)
+        seconds, names = json.loads(DURATIONS.read_text()), {item: file_of(item.nodeid) for item in items}
+        items.sort(key=lambda item: (group_of(names[item]) != "engines", -seconds.get(names[item], 0.0), names[item]))
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
-        report = yield
-        return skip_is_error(report)
+    def pytest_runtest_makereport(self) -> Any:
+        return skip_is_error((yield))
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_make_collect_report(self, collector: pytest.Collector) -> Any:
-        report = yield
-        return skip_is_error(report)
+    pytest_make_collect_report = pytest_runtest_makereport
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not self.is_worker:

@@ -1,4 +1,4 @@
-"""Rewards with one fault each, for the seeded runs of `tests.support.seeded_faults`."""
+"""Rewards with one fault each, for `benchmarks.faulty_runs` and tests/support/seeded_faults.py."""
 
 from __future__ import annotations
 
