@@ -70,6 +70,5 @@ def run_name() -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder)
+    write_tiny_model(folder := tmp_path_factory.mktemp("model"))
     return folder

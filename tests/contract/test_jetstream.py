@@ -38,19 +38,18 @@ async def connected(server: NatsServer, limits: StreamLimits = LIMITS) -> AsyncI
         yield bus
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["nobody there", "no nats-server"])
-async def test_an_unreachable_server_is_named_quickly(silent: bool) -> None:
+async def test_an_unreachable_server_is_named_quickly() -> None:
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
 
     async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as listener:
-        url = f"nats://127.0.0.1:{listener.sockets[0].getsockname()[1] if silent else free_port()}"
-        began = time.monotonic()
-        with pytest.raises(BusError, match=url):
-            async with jetstream.connect(url, "demo", connect_timeout_s=0.5):
-                pass
-        assert time.monotonic() - began < 60
+        for port in (listener.sockets[0].getsockname()[1], free_port()):  # no nats-server, and nobody there
+            began = time.monotonic()
+            with pytest.raises(BusError, match=f"nats://127.0.0.1:{port}"):
+                async with jetstream.connect(f"nats://127.0.0.1:{port}", "demo", connect_timeout_s=0.5):
+                    pass
+            assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize("url", ["nats://user:secret@:not-a-port", "nats://user:x/secret@h:1", "user:secret@[h"])
@@ -84,8 +83,7 @@ async def test_limits_of_existing_streams_stay(server: NatsServer, caplog: pytes
         async with connected(server, replace(LIMITS, sequences_max_messages=10, sequences_max_bytes=10**6)) as other:
             assert [message.partition("_")[0] for message in caplog.messages] == ["PROMPTS", "SEQUENCES", "CONTROL", "DEAD"]
             assert "keeps its limit in bytes of 67108864, although the run asks for 1000000" in caplog.messages[1]
-            for number in range(2):
-                await other.publish_sequence(b"1", f"s{number}")
+            assert [await other.publish_sequence(b"1", f"s{number}") for number in range(2)] == [1, 2]
             with pytest.raises(BusError, match="it may hold 2 messages"):
                 await other.publish_sequence(b"3", "s3")
             assert (await other.sequences_info()).messages == 2
@@ -180,20 +178,6 @@ async def test_a_reader_of_a_deleted_stream_is_told(server: NatsServer) -> None:
         await delete_streams(bus)
         with pytest.raises(BusError, match="SEQUENCES_demo"):
             await soon(entries)
-
-
-async def test_reading_ahead_is_bounded(server: NatsServer) -> None:
-    async with connected(server) as bus, connected(server) as reading, await nats.connect(server.url) as client:
-        for number in range(600):
-            await bus.publish_sequence(bytes(10), f"s{number}")
-        async with reading.read_sequences(1) as entries, asyncio.timeout(SOON_S):
-            await soon(entries)
-            seen, delivered = -1, 0
-            while delivered != seen:  # the server has sent all that it wants to
-                await asyncio.sleep(QUIET_S)
-                (consumer,) = await client.jsm().consumers_info("SEQUENCES_demo")
-                seen, delivered = delivered, consumer.delivered.stream_seq
-            assert delivered <= 2 * 256
 
 
 async def test_a_cancelled_publish_is_cancelled_even_while_a_large_message_is_flushed(server: NatsServer) -> None:

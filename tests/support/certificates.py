@@ -24,9 +24,10 @@ class Authority:
     def issue(self, folder: Path, *names: str, days: float = 1) -> Path:
         """Writes tls.crt, tls.key and ca.crt for DNS names and addresses, valid for `days` from now (negative: expired)."""
         key = ec.generate_private_key(ec.SECP256R1())
+        called = [x509.IPAddress(ipaddress.ip_address(one)) if one[0].isdigit() else x509.DNSName(one) for one in names]
         certificate = (
             _begun("a service", self._name, key, days)
-            .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(called), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         self.write_ca(folder)
@@ -44,10 +45,6 @@ class Authority:
 def serial_of(certificate: Path | str) -> int:
     text = certificate.read_bytes() if isinstance(certificate, Path) else certificate.encode()
     return x509.load_pem_x509_certificate(text).serial_number
-
-
-def _general_name(name: str) -> x509.GeneralName:
-    return x509.IPAddress(ipaddress.ip_address(name)) if name[0].isdigit() else x509.DNSName(name)
 
 
 def _begun(subject: str, issuer: str, key: ec.EllipticCurvePrivateKey, days: float) -> x509.CertificateBuilder:

@@ -24,7 +24,8 @@ from pipelinerl.messages.sequences import (
     encode_group,
 )
 from pipelinerl.messages.sequences import Sequence as TrainedSequence
-from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK, VerifyItem, VerifyResult
+from pipelinerl.v1.verifier_pb2 import VERIFY_STATUS_OK as OK
+from pipelinerl.v1.verifier_pb2 import VerifyItem, VerifyResult
 from services.actor.engine import EngineError, GenerationRequest
 from services.actor.episodes.episode import Episode, Episodes
 from services.actor.generation import Finisher, GenerationLoop, Sampler
@@ -127,9 +128,7 @@ class ScriptedEngine:
 class ScriptedVerifier:
     """Answers with `judge(item)` once `up`; a ServiceError is raised as the client would."""
 
-    judge: Callable[[VerifyItem], VerifyResult] = lambda item: VerifyResult(
-        sequence_id=item.sequence_id, status=VERIFY_STATUS_OK, reward=1.0
-    )
+    judge: Callable[[VerifyItem], VerifyResult] = lambda one: VerifyResult(sequence_id=one.sequence_id, status=OK, reward=1.0)
     up: asyncio.Event = field(default_factory=asyncio.Event)
     refuses: Callable[[VerifyItem], bool] = lambda item: False
 

@@ -36,13 +36,9 @@ def hub_with(name: str, files: Mapping[str, bytes]) -> Iterator[tuple[str, list[
     def entries(folder: str) -> list[dict[str, Any]]:
         prefix = f"{folder}/" if folder else ""
         names = {file.removeprefix(prefix).partition("/")[0] for file in files if file.startswith(prefix)}
-        paths = [f"{prefix}{one}" for one in sorted(names)]
-        return [
-            {"type": "file", "path": path, "size": len(files[path]), "oid": "b" * 40}
-            if path in files
-            else {"type": "directory", "path": path, "oid": "c" * 40}
-            for path in paths
-        ]
+        kinds = {path: {"type": "file", "size": len(files[path])} if path in files else {"type": "directory"}
+                 for path in (f"{prefix}{one}" for one in sorted(names))}  # fmt: skip
+        return [{"path": path, "oid": "b" * 40, **kind} for path, kind in kinds.items()]
 
     with http_server(answer) as url:
         yield url, asked

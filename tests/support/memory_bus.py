@@ -7,8 +7,8 @@ no dead letter; whatever else the contract tests ask of JetStream, services see 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +94,7 @@ class MemoryServer:
         self._changed = asyncio.Event()
 
     async def wait(self, until_s: float | None) -> None:
-        with contextlib.suppress(TimeoutError):
+        with suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
                 await self._changed.wait()
 
@@ -126,17 +126,10 @@ class MemoryPrompt:
 
 
 class _Feed(AsyncIterator[Any]):
-    """Async iterator over what `next_after(position)` finds, within `async with`; waits for a change when it finds nothing."""
+    """Async iterator over what `next_after(position)` finds; waits for a change when it finds nothing."""
 
     def __init__(self, bus: MemoryBus, next_after: Callable[[int], tuple[int, Any] | None], position: int = 0) -> None:
         self._bus, self._next_after, self._position = bus, next_after, position
-
-    async def __aenter__(self) -> _Feed:
-        self._bus._streams()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        return
 
     async def __anext__(self) -> Any:
         while True:
@@ -196,11 +189,11 @@ class MemoryBus:
     async def publish_sequence(self, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         return self._append(self._streams().sequences, "sequences", payload, msg_id, headers)
 
-    def read_sequences(self, from_position: int) -> _Feed:
+    def read_sequences(self, from_position: int) -> nullcontext[_Feed]:
         def next_after(position: int) -> tuple[int, LogEntry] | None:
             return next((item for item in self._streams().sequences.entries.items() if item[0] > position), None)
 
-        return _Feed(self, next_after, from_position - 1)
+        return self._feed(next_after, from_position - 1)
 
     async def purge_sequences(self, below_position: int) -> None:
         entries = self._streams().sequences.entries
@@ -233,7 +226,7 @@ class MemoryBus:
         streams.control[kind, actor] = ControlMessage(kind, actor, payload, streams.changes, headers)
         self.server.notify()
 
-    def watch_control(self, kinds: Sequence[str], actor: str = "") -> _Feed:
+    def watch_control(self, kinds: Sequence[str], actor: str = "") -> nullcontext[_Feed]:
         pairs = watched(kinds, actor)
 
         def next_after(position: int) -> tuple[int, ControlMessage] | None:
@@ -244,7 +237,7 @@ class MemoryBus:
             ]
             return min(newer, key=lambda found: found[0], default=None)
 
-        return _Feed(self, next_after)
+        return self._feed(next_after)
 
     async def put_member(self, actor: str, payload: bytes) -> None:
         streams = self._streams()
@@ -258,7 +251,7 @@ class MemoryBus:
             streams.change_member(actor, None)
         self.server.notify()
 
-    def watch_members(self) -> _Feed:
+    def watch_members(self) -> nullcontext[_Feed]:
         present: set[str] = set()
 
         def next_after(position: int) -> tuple[int, MemberEvent] | None:
@@ -272,7 +265,11 @@ class MemoryBus:
                     return change, MemberEvent(actor, payload)
             return None
 
-        return _Feed(self, next_after)
+        return self._feed(next_after)
+
+    def _feed(self, next_after: Callable[[int], tuple[int, Any] | None], position: int = 0) -> nullcontext[_Feed]:
+        self._streams()
+        return nullcontext(_Feed(self, next_after, position))
 
     def _append(self, log: Log, subject: str, payload: bytes, msg_id: str, headers: Headers = NO_HEADERS) -> int:
         self._check_size(subject, payload)

@@ -116,15 +116,8 @@ class Sampled:
 class Running:
     """A trainer (this process) and an actor (vLLM's processes) with one transfer group between them."""
 
-    def __init__(
-        self,
-        engine: VllmEngine,
-        model: PreTrainedModel,
-        store: GroupStore,
-        backend: Backend = "gloo",
-        placement: Placement = HOST,
-    ) -> None:
-        self.engine, self.llm, self.model, self.store = engine, engine.llm, model, store
+    def __init__(self, engine: VllmEngine, model: PreTrainedModel, backend: Backend, placement: Placement) -> None:
+        self.engine, self.llm, self.model, self.store = engine, engine.llm, model, GroupStore("127.0.0.1")
         self.backend, self.placement = backend, placement
         self.sender = WeightSender(describe(model.named_parameters(), chunk_bytes=2**18), placement=placement)
         self.sent: Callable[[], Iterator[tuple[str, torch.Tensor]]] = lambda: self.model.named_parameters()
@@ -175,14 +168,8 @@ class Running:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = SamplingParams(
-            max_tokens=num_tokens,
-            temperature=temperature,
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.CUMULATIVE,
-        )
+        told = {"logprobs": 0, "detokenize": False, "output_kind": RequestOutputKind.CUMULATIVE}
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=temperature, ignore_eos=True, **told)
         request_id, enough = f"sample-{next(self.numbers)}", num_tokens
         prompt = {"prompt_token_ids": PROMPT, "cache_salt": request_id}  # no other sample's cached blocks
         async for output in self.llm.generate(prompt, sampling, request_id):
@@ -252,7 +239,7 @@ async def running(
 ) -> AsyncIterator[Running]:
     model = saved_model(kind, tied, folder)
     async with start_engine(engine_recipe(folder, **engine), str(folder), on_step=on_step) as started:
-        run = Running(started, model, GroupStore("127.0.0.1"), backend, placement)
+        run = Running(started, model, backend, placement)
         try:
             yield run
         finally:

@@ -37,20 +37,10 @@ def write_tiny_model(folder: Path) -> None:
 
     vocabulary = {token: number for number, token in enumerate(["<pad>", "<bos>", "<eos>", *CHARACTERS])}
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "max_position_embeddings": 128}
+    shape |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = LlamaConfig(vocab_size=len(vocabulary), tie_word_embeddings=True, **shape, **ids)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -136,8 +126,7 @@ class RunningCommand:
         path = self.run_dir / "metrics.jsonl"
         found = []
         with suppress(FileNotFoundError, json.JSONDecodeError):
-            for line in path.read_text().splitlines():
-                found.append(json.loads(line))
+            found.extend(map(json.loads, path.read_text().splitlines()))
         return found
 
     def summary(self) -> dict[str, Any]:
@@ -201,7 +190,7 @@ class RunningCommand:
     async def interrupt(self) -> int:
         """Ctrl-C in its terminal."""
         os.killpg(self.process.pid, signal.SIGINT)
-        return await asyncio.to_thread(self.process.wait, RUN_TIMEOUT_S)
+        return await self.ended()
 
     def processes_left(self) -> list[str]:
         """Command lines of processes that work for this run: its folder is in their environment or arguments."""

@@ -72,8 +72,6 @@ def _turns(rows: list[Row]) -> list[Row]:
 
 RECIPE_FAULTS = (
     RecipeFault("a misspelt field is refused, not ignored", "recipe-mistake", {"trainer.learnig_rate": 1e-6}),
-    RecipeFault("the prompt's column is missing", "recipe-mistake", {"task.prompt_field": "question"}),
-    RecipeFault("the file is missing", "recipe-mistake", {"task.path": "other.jsonl"}),
     RecipeFault("the reward's function is misspelt", "recipe-mistake", {"reward.scorer": f"{_FAULTY}:constnat"}),
     RecipeFault("the reward raises", "recipe-mistake", {"reward.scorer": f"{_FAULTY}:raising"}, tried=True),
     RecipeFault("the reward compares a text with a number", "references-unpaid",
@@ -178,7 +176,6 @@ RECIPE_FAULTS = (
     RecipeFault("a step sees one problem", "batch-small", {"trainer.batch_size": 8}),
     RecipeFault("the file was read in a wrong encoding", "texts-damaged", {},
                 _with(prompt=lambda row: f"It’s a sum: {row['prompt']}".encode().decode("cp1252"))),
-    RecipeFault("prompts are HTML", "texts-damaged", {}, _with(prompt=lambda row: f"&lt;p&gt;{row['prompt']}&lt;/p&gt;")),
     RecipeFault("prompts are cut at 120 characters", "texts-damaged", {}, _with(
         prompt=lambda row: f"{row['prompt']} {'Add the tens, then the ones, and care. ' * (int(row['answer']) % 7)}"[:120])),
     RecipeFault("the chat template never begins an answer", "template-unused",
@@ -246,8 +243,6 @@ HEALTHY_RECIPES: dict[str, tuple[Row, Callable[[list[Row]], list[Row]]]] = {
                       for i, row in enumerate(rows)]),
     "questions are numbered": ({}, lambda rows: [row | {"prompt": f"{i}. How many cards has player {'ABCDE'[i % 5]}?"}
                                                  for i, row in enumerate(rows, 1)]),
-    "a loop has made prompts and answers": ({}, lambda rows: [row | {"prompt": f"What comes after {i}?", "answer": str(i + 1)}
-                                                              for i, row in enumerate(rows)]),
     "answers are numbers in a text, in the order of a loop": (
         {"reward.scorer": "math", "reward.answer_pattern": "", "task.system_prompt": "Reason step by step."},
         lambda rows: [row | {"prompt": f"Solve {a}x = {a * b}", "answer": f"x = {b}"}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -12,13 +11,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from pipelinerl.telemetry.tracing import use_tracer
 
 
-@dataclass
-class Recorded:
-    exporter: InMemorySpanExporter
-
-    @property
-    def all(self) -> tuple[ReadableSpan, ...]:
-        return self.exporter.get_finished_spans()
+class Recorded(InMemorySpanExporter):
+    all = property(InMemorySpanExporter.get_finished_spans)
 
     def named(self, name: str) -> list[ReadableSpan]:
         return [span for span in self.all if span.name == name]
@@ -34,9 +28,8 @@ class Recorded:
 
 @contextmanager
 def recorded() -> Iterator[Recorded]:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    spans, provider = Recorded(), TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(spans))
     with use_tracer(provider.get_tracer("test")):
-        yield Recorded(exporter)
+        yield spans
     provider.shutdown()

@@ -106,26 +106,13 @@ def verifier(folder: Path, data: dict[str, Any], **environment: object) -> Itera
     """Starts `python -m services.verifier` and ends it. `environment`: settings, without their prefix."""
     folder.mkdir(exist_ok=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
-    settings = {
-        "RUN": "test",
-        "RECIPE": folder / "recipe.yaml",
-        "INSTANCE": "verifier-0",
-        "ADDRESS_FILE": folder / "address.json",
-        "WORKERS": 2,
-    } | {name.upper(): value for name, value in environment.items()}
+    settings = {"RUN": "test", "RECIPE": folder / "recipe.yaml", "INSTANCE": "verifier-0", "WORKERS": 2}
+    settings |= {"ADDRESS_FILE": folder / "address.json"} | {name.upper(): value for name, value in environment.items()}
     paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "SECRET_TOKEN": "hunter2"}
+    env = {**os.environ, **own, **{f"PIPELINERL_{name}": str(value) for name, value in settings.items()}}
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.verifier"],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-                "SECRET_TOKEN": "hunter2",
-                **{f"PIPELINERL_{name}": str(value) for name, value in settings.items()},
-            },
-            stderr=log,
-        )
+        process = subprocess.Popen([sys.executable, "-m", "services.verifier"], cwd=ROOT, env=env, stderr=log)
     try:
         yield Verifier(process, folder)
         workers = children(process.pid)
@@ -141,13 +128,8 @@ async def serving(folder: Path, data: dict[str, Any], **settings: Any) -> AsyncI
     (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
     where = {"run": "test", "recipe": folder / "recipe.yaml", "instance": "verifier-0", "workers": 1}
     address, stop = folder / "address.json", asyncio.Event()
-    task = asyncio.create_task(
-        serve(
-            VerifierSettings(**(where | {"address_file": address} | settings)),
-            stop,
-            LogContext("test", "verifier", "verifier-0"),
-        )
-    )
+    given = VerifierSettings(**(where | {"address_file": address} | settings))
+    task = asyncio.create_task(serve(given, stop, LogContext("test", "verifier", "verifier-0")))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.syspath_prepend(HERE)
         try:
