@@ -1,8 +1,9 @@
-"""What services rely on, against a real JetStream."""
+"""What services rely on, against a real JetStream with a run's users: each call goes by the user that makes it in a run."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -13,15 +14,39 @@ from pipelinerl.bus.jetstream import Bus
 from pipelinerl.bus.protocol import EVERY_ACTOR, MemberEvent, StreamLimits, group_id_of
 from pipelinerl.bus.reader import PromptDelivery
 from pipelinerl.errors import BusError, FieldError
-from tests.contract.conftest import Connect, run_streams
-from tests.support.guarded_nats import LIMITS
+from tests.support.guarded_nats import LIMITS, connected_in_roles, guarded
 
 Item = TypeVar("Item")
+Connect = Callable[..., AbstractAsyncContextManager[Bus]]
 
 SOON_S = 120.0
 """Longer than anything that should happen takes."""
 QUIET_S = 0.2
 """How long a test watches for something that should not happen."""
+
+
+@pytest.fixture(scope="module")
+def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connect]:
+    """`connect(limits)`: another client of the run, whose streams each test makes and deletes."""
+    folder = tmp_path_factory.mktemp("contract")
+    with guarded(folder, "contract") as server:
+        yield lambda limits=LIMITS: connected_in_roles(server.url, "contract", folder, limits)
+
+
+@asynccontextmanager
+async def run_streams(connect: Connect, limits: StreamLimits = LIMITS) -> AsyncIterator[Bus]:
+    async with connect(limits) as bus:
+        await bus.create_streams()
+        try:
+            yield bus
+        finally:
+            await bus.delete_streams()
+
+
+@pytest.fixture
+async def bus(connect: Connect) -> AsyncIterator[Bus]:
+    async with run_streams(connect) as bus:
+        yield bus
 
 
 async def soon(items: AsyncIterator[Item]) -> Item:
