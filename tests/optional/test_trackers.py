@@ -106,10 +106,6 @@ async def test_mlflow_goes_on_with_its_run(tmp_path: Path) -> None:
     table = json.loads(Path(client.download_artifacts(run.info.run_id, "samples/2-000006.json", str(tmp_path))).read_text())
     (odd,) = (dict(zip(table["columns"], row, strict=True)) for row in table["data"])
     assert odd == ROW | {"step": 6, "version": 0, "problem": "12+7=", "lag": 0}
-    tables = json.loads(run.data.tags["mlflow.loggedArtifacts"])
-    assert [table["path"] for table in tables if table["path"].startswith("samples/")] == [
-        f"samples/{start}-00000{step}.json" for start, steps in ((1, range(1, 6)), (2, range(4, 7))) for step in steps
-    ]
 
 
 async def test_wandb_keeps_one_run_for_later_sending(tmp_path: Path) -> None:
@@ -118,13 +114,13 @@ async def test_wandb_keeps_one_run_for_later_sending(tmp_path: Path) -> None:
     run_id = json.loads((tmp_path / "trackers" / "wandb.json").read_text())["id"]
     assert run_id.startswith("tiny-1-")
     assert [run_id in folder.name for folder in folders] == [True, True]
-    for start, folder in enumerate(folders, 1):
+    for steps, folder in zip((range(1, 6), range(4, 7)), folders, strict=True):
         data = (folder / f"run-{run_id}.wandb").read_bytes()
         assert all(key in data for key in (b"ess", b"incarnation", b"heldout/accuracy", b"table-file"))
         tables = [json.loads(path.read_text()) for path in (folder / "files").rglob("*.table.json")]
         shown = [dict(zip(table["columns"], table["data"][0], strict=True)) for table in tables]
         trained = [row for row in shown if row["reward"] is not None]
-        assert {row["step"] for row in trained} == {*range(1, 6)} if start == 1 else {*range(4, 7)}
+        assert {row["step"] for row in trained} == {*steps}
         assert all(row.items() >= ROW.items() for row in trained)
     files = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
     assert [path for path in files for key in (KEY, PAGE_KEY) if key.encode() in path.read_bytes()] == []
