@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import nats
 import nats.errors
@@ -156,16 +157,26 @@ async def test_a_member_whose_end_was_not_heard_of_is_reported_all_the_same(serv
         assert last.payload == (b"again" if how == "while nobody reads" else b""), "a removal comes after what was there"
 
 
-async def test_a_reader_survives_the_deletion_of_its_consumer_and_leaves_none_behind(server: NatsServer) -> None:
+async def test_a_reader_survives_the_deletion_of_its_consumer_and_leaves_none_behind(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with connected(server) as bus, await nats.connect(server.url) as client:
-        manager = client.jsm()
+        manager, failures, add_consumer = client.jsm(), [nats.errors.TimeoutError()], bus.connection.js.add_consumer
+
+        async def added(*args: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return await add_consumer(*args)
+
         async with bus.read_sequences(1) as entries, bus.watch_members(), bus.watch_control(["end"]):
             await bus.publish_sequence(b"1", "s1")
             assert (await soon(entries)).position == 1
+            monkeypatch.setattr(bus.connection.js, "add_consumer", added)
             for consumer in await manager.consumers_info("SEQUENCES_demo"):
                 await manager.delete_consumer("SEQUENCES_demo", consumer.name)
             await bus.publish_sequence(b"2", "s2")
             assert (await soon(entries)).position == 2
+            assert not failures, "the first attempt to read again failed"
         for stream in ("SEQUENCES_demo", "CONTROL_demo", "KV_members-demo"):
             assert await manager.consumers_info(stream) == []
         control = await manager.stream_info("CONTROL_demo")

@@ -157,13 +157,7 @@ class Running:
         await self.transfer(version)
         return await self.client.commit(version)
 
-    async def sample(
-        self,
-        num_tokens: int,
-        begun: asyncio.Event | None = None,
-        switched: asyncio.Event | None = None,
-        temperature: float = 1.0,
-    ) -> Sampled:
+    async def sample(self, num_tokens: int, begun: Any = None, switched: Any = None, temperature: float = 1.0) -> Sampled:
         """Sets `begun` once it has some tokens, and ends early with some more than it had when `switched` was set."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -207,13 +201,7 @@ def saved_model(kind: str, tied: bool, folder: Path) -> PreTrainedModel:
     return model
 
 
-def engine_recipe(
-    folder: Path,
-    max_context: int = 1024,
-    model: dict[str, str] | None = None,
-    lora: dict[str, Any] | None = None,
-    **engine: Any,
-) -> Recipe:
+def engine_recipe(folder: Path, max_context: int = 1024, model: Any = None, lora: Any = None, **engine: Any) -> Recipe:
     """`model`: further fields of `model`; `lora`: `trainer.lora`; `engine`: fields of `actor.engine`."""
     content: dict[str, Any] = {
         "name": "tiny",
