@@ -22,13 +22,27 @@ async def barriers(page: Page) -> list[str]:
     return found
 
 
-_TOO_WIDE = """() => [...document.querySelectorAll('main *'), document.documentElement]
-    .filter((e) => !e.closest('.table, pre, .scroll, .hidden') && Math.max(e.getBoundingClientRect().right,
-        e === document.documentElement ? e.scrollWidth : 0) > innerWidth + 1)
-    .map((e) => e.outerHTML.slice(0, 80))"""
+_TOO_WIDE = """() => {
+    const pageWidth = () => document.documentElement.scrollWidth;
+    if (pageWidth() > innerWidth) return [`the page is ${pageWidth()} pixels wide`];
+    const found = [...document.querySelectorAll('main *')]
+        .filter((e) => !e.closest('.table, pre, .scroll, .hidden') && e.getBoundingClientRect().right > innerWidth + 1)
+        .map((e) => e.outerHTML.slice(0, 80));
+    const texts = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT), all = [];
+    while (texts.nextNode()) all.push(texts.currentNode);
+    for (const text of all.filter((one) => one.data.trim() && !one.parentElement.closest('svg, noscript, .tip'))) {
+        const shown = text.data;
+        text.data = 'W'.repeat(200);
+        if (pageWidth() > innerWidth) found.push(`a long word in the place of: ${shown.slice(0, 80)}`);
+        text.data = shown;
+    }
+    return found;
+}"""
 
 
 async def too_wide(page: Page) -> list[str]:
+    """Return what is wider than the page's window, and the texts that would be if they were one long word. A chart's
+    readout is left out: its place follows from its width."""
     return list(await page.evaluate(_TOO_WIDE))
 
 

@@ -19,8 +19,16 @@ DURATIONS = ROOT / "tests" / "durations.json"
 REQUIRED = os.environ.get("PIPELINERL_TEST_TOOLS") == "required"
 MAY_SKIP = ("tests/gpu/", "tests/optional/")
 """Folders whose tests need what a plain installation does not have: a GPU, torchao, experiment trackers, SmolLM2."""
-OF_THE_MACHINE = ("GPU", "a private network", "the mini cluster", "cannot mount", "no IPv6", "the kernel permits no")
-OF_THE_MACHINE += ("Landlock ABI", "a real cluster")
+OF_THE_MACHINE = (
+    "GPU",
+    "a private network",
+    "the mini cluster",
+    "cannot mount",
+    "no IPv6",
+    "the kernel permits no",
+    "Landlock ABI",
+    "a real cluster",
+)
 """Parts of the reasons that no installation step can mend: devices, and what the kernel or its sandbox permits."""
 
 
