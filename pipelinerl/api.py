@@ -118,8 +118,8 @@ def _folder(field: str, given: Folder) -> Path:
 
 
 def _scorer(reward: Reward, shipped: Path) -> str:
-    """Return the value of `reward.scorer`. Write the modules that the verifier could not import otherwise to the folder
-    `shipped`. Raises `FieldError`."""
+    """Return the value of `reward.scorer`. Copy the user's modules that the verifier may lack to the folder `shipped`. Raises
+    `FieldError`."""
     if isinstance(reward, str):
         file, _, name = reward.rpartition(":")
         if not file.endswith(".py"):

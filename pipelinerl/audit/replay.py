@@ -1,7 +1,7 @@
-"""Replay a run's journal to find the events that still count, their totals, and every contradiction.
+"""Replay a run's journal to find the events that still count, their totals, and contradictions within the journal.
 
 Each restart undoes the events after the checkpoint from which it continues. `read_history` finds the starts of trainers.
-`events` then yields each event with the start that undid it, or None. `Replay` takes the events that were not undone.
+`events` then yields each event with the start that undid it, or None. `Replay.apply` takes the events that were not undone.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def plan(args: argparse.Namespace) -> int:
     """Print a plan and return exit code 0. Raises `UserError` if no plan can be made."""
     recipe = load_recipe(args.recipe, args.overrides)
     if recipe.mode != "pipeline":
-        raise FieldError("mode", recipe.mode, "in this mode the accelerators are not divided; use --set mode=pipeline")
+        raise FieldError("mode", recipe.mode, "the model of this plan describes pipeline mode only; use --set mode=pipeline")
     for option in ("accelerators", "sequences_in_progress", "kv_kib_per_token"):
         value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:

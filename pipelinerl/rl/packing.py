@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from pipelinerl.errors import FieldError
 
 Bins = list[list[int]]
-"""Indexes into the packed lengths; each index is in exactly one bin."""
+"""Indexes into the given lengths; no index is in two bins."""
 
 
 def _falling(values: Sequence[float], indexes: Iterable[int]) -> list[int]:

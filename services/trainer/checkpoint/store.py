@@ -182,7 +182,7 @@ class Uploads:
         """Unix time at which the waiting checkpoint was written; if it replaced others that waited, the time of the first."""
         self._trying: Path | None = None
         self.last: dict[str, Any] = {}
-        """Content of `UPLOADED`; empty before the first upload."""
+        """Content of `UPLOADED`; empty before the first upload to this store."""
         self._changed = asyncio.Condition()
         """Notified of each change of `_waiting`. Its lock protects the linked folders."""
 

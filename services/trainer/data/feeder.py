@@ -87,7 +87,7 @@ class GroupTokens:
 
 
 class Feeder:
-    """Issues prompt groups. Group i always has problem i, so `next_group` is the only state needed to resume."""
+    """Issues prompt groups. Group i always has problem i, so `next_group` is the position in the problems."""
 
     def __init__(
         self,

@@ -183,7 +183,7 @@ class Coordinator:
         self.version = -1
         self.members: dict[str, Member] = {}
         self.present: dict[str, Member] = {}
-        """All registered actors."""
+        """Actors that may be members: those that are registered and neither start nor drain; in a side group, its joiners."""
         self._newcomers: set[str] = set()
         """Actors that came after the first offer. Until `MemberReady`, they are in an epoch only if no other actor is left."""
         self._benched: dict[str, None] = {}
