@@ -91,7 +91,9 @@ def start(
         loading.set_value(data, path.split("."), value)
     checked = loading.recipe_from_data(data, "recipe" if given is None else str(given))
     if scorer and all(one.reward.scorer != scorer for one in checked.mixture.values()):
-        raise FieldError("reward", scorer, "no task uses it: each sets its own reward.scorer; remove that field or this reward")
+        raise FieldError(
+            "reward", scorer, "no task uses it: each has a reward.scorer or environment; remove that, or this reward"
+        )
     for modules in (loading.modules_beside(checked, given) if given is not None else None, shipped):
         if modules is not None:
             copy_modules(modules, task)  # the given reward comes last, so its modules overwrite those of the recipe

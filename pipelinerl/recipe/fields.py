@@ -378,8 +378,8 @@ class RewardConfig(Section):
     test_timeout_s: float = Field(2.0, gt=0, le=600, description="Wall-clock limit of one test of `code`.")
     sandbox: bool | None = None
     """null: programs of `code` need a sandbox, and the verifier does not start without one. Environments and tools run in a
-    sandbox if the machine has one. true: programs, environments, tools, agents and your own function need a sandbox. false:
-    nothing runs in a sandbox, not even the model's programs."""
+    sandbox if the machine has one; agents, `verifiers` and your own function do not. true: all but `verifiers` need a sandbox.
+    false: nothing runs in a sandbox, not even the model's programs."""
     correct: float = Field(1.0, gt=0, description="Reward of a fully right answer; a score of 0.5 earns half of it.")
     binary: bool = Field(True, description="Count scores below 1 as 0, such as reasoning-gym's credit for format alone.")
     format_pattern: Annotated[str, regex()] = ""

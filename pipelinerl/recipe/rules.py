@@ -22,8 +22,6 @@ PACKAGED = {
 }
 """Task (`source`, `name`) of each small model of this package. A model also reads plain prompts of its task from files."""
 
-_CONFIGURED = ("reasoning_gym", "environment", "verifiers")
-_OF_EPISODES = ("max_turns", "episode_timeout_s", "turn_timeout_s", "answer_timeout_s")
 Broken = Iterator[tuple[str, str]]
 """Pairs of a dotted field and the text that says what is wrong and what to do."""
 
@@ -45,26 +43,37 @@ def broken_rules(recipe: Recipe) -> list[FieldError]:
 
 def unused_fields(recipe: Recipe) -> Iterator[FieldError]:
     """Yield a warning for each field with a value of its own that has no effect without a certain value of another field."""
-    algorithm, weights, sets = recipe.algorithm, recipe.weights, recipe.sets_by_place.items()
-    for is_used, needed, names in (
-        (recipe.mode == "conventional", "mode: conventional", ["algorithm.conventional_g"]),
-        (algorithm.loss == "reinforce", "algorithm.loss: reinforce", ["algorithm.clamp"]),
-        (algorithm.loss != "reinforce", "a clipped algorithm.loss", ["algorithm.clip_low", "algorithm.clip_high"]),
-        (algorithm.mask in ("icepop", "sequence"), "algorithm.mask", ["algorithm.mask_low", "algorithm.mask_high"]),
-        (algorithm.mask == "off_policy_sequence", "algorithm.mask: off_policy_sequence", ["algorithm.mask_kl"]),
-        (algorithm.advantage == "value", "algorithm.advantage: value", ["algorithm.value_coefficient"]),
-        (algorithm.max_lag is not None, "algorithm.max_lag", ["algorithm.max_lag_of"]),
-        (bool(weights.log_place), "weights.log", ["weights.anchor_every", "weights.keep_versions"]),
-        (weights.probe_every > 0, "weights.probe_every", ["weights.probe_tokens", "weights.stop_on_mismatch"]),
-        (bool(recipe.episodic_tasks), "a task with episodes", ["actor.episodes_in_progress"]),
-        *((one.task.is_episodic, "episodes", [f"{place}task.{name}" for name in _OF_EPISODES]) for place, one in sets),
-        *((one.task.source in _CONFIGURED, "generated problems", [f"{place}task.config"]) for place, one in sets),
-    ):  # fmt: skip
-        for field in () if is_used else names:
-            section, _, name = field.rpartition(".")
-            value, of_section = value_at(recipe, field), type(value_at(recipe, section))
-            if value != of_section.model_fields[name].default:
-                yield FieldError(field, value, f"has no effect without {needed}; set that, or leave this out")
+    algorithm, weights, loss, mask = recipe.algorithm, recipe.weights, recipe.algorithm.loss, recipe.algorithm.mask
+    has_episodes = any(share.task.is_episodic for share in recipe.mixture.values())
+    rows: list[tuple[bool, str, str, tuple[str, ...]]] = [
+        (recipe.mode == "conventional", "mode: conventional", "algorithm.", ("conventional_g",)),
+        (loss == "reinforce", "algorithm.loss: reinforce", "algorithm.", ("clamp",)),
+        (loss != "reinforce", "algorithm.loss: ppo_clip, grpo, gspo or cispo", "algorithm.", ("clip_low", "clip_high")),
+        (mask in ("icepop", "sequence"), "algorithm.mask: icepop or sequence", "algorithm.", ("mask_low", "mask_high")),
+        (mask == "off_policy_sequence", "algorithm.mask: off_policy_sequence", "algorithm.", ("mask_kl",)),
+        (algorithm.advantage == "value", "algorithm.advantage: value", "algorithm.", ("value_coefficient",)),
+        (algorithm.max_lag is not None, "algorithm.max_lag", "algorithm.", ("max_lag_of",)),
+        (bool(weights.log_place), "weights.log", "weights.", ("anchor_every", "keep_versions")),
+        (weights.probe_every > 0, "weights.probe_every", "weights.", ("probe_tokens", "probe_tolerance", "stop_on_mismatch")),
+        (recipe.model.source == "hub", "model.source: hub", "model.", ("revision",)),
+        (bool(recipe.trackers), "trackers", "", ("tracker_samples",)),
+        (has_episodes, "a task with episodes", "actor.", ("episodes_in_progress",)),
+    ]
+    for place, share in recipe.sets_by_place.items():
+        task, episodes = share.task, "task.source: environment, tools, agent or verifiers"
+        is_configured = task.source in ("environment", "verifiers") or (task.source == "reasoning_gym" and not task.path)
+        rows += [
+            (task.is_episodic, episodes, f"{place}task.", ("max_turns", "episode_timeout_s", "turn_timeout_s")),
+            (task.source in ("environment", "tools"), "an environment or tools", f"{place}task.", ("answer_timeout_s",)),
+            (is_configured, "generated problems or an environment", f"{place}task.", ("config",)),
+            (bool(task.path), "task.path", f"{place}task.", ("prompt_field", "answer_field")),
+        ]
+    for is_used, needed, section, names in rows:
+        owner = value_at(recipe, section.removesuffix(".")) if section else recipe
+        for name in () if is_used else names:
+            value, usual = getattr(owner, name), type(owner).model_fields[name].default
+            if value != usual:
+                yield FieldError(f"{section}{name}", value, f"has no effect without {needed}; set that, or use {usual!r} here")
 
 
 def value_at(recipe: Recipe, field: str) -> Any:

@@ -48,7 +48,7 @@ def outside(ranges: Sequence[tuple[int, int]], text: str) -> str:
 def occurs(reference: str, text: str) -> bool:
     """Return whether a text contains the final answer of a reference by itself, not as part of a longer word or number."""
     answer = final_answer(reference)
-    no_sign = r"(?<!(?<!\w)[-−])" if answer[:1].isdigit() else ""  # -42 is not 42, but 10-42 contains it
+    no_sign = r"(?<!(?<![\w)\]}])[-−])" if answer[:1].isdigit() else ""  # -42 is not 42, but 10-42 contains it
     return bool(answer) and re.search(rf"(?<![\w.]){no_sign}{re.escape(answer)}(?!\w|\.\w)", text) is not None
 
 

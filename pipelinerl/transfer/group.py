@@ -366,8 +366,8 @@ def close_when_met(meeting: Future[WeightGroup]) -> None:
 def _wait_for_all(
     spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event, patience_s: float | None
 ) -> Kept:
-    """Wait on rank 0 for all other ranks. Publish and return the chunks that all of them keep. Raises DeadlineExceeded,
-    TransferAborted."""
+    """As rank 0, wait until all other ranks are here. Then publish and return how many chunks all of them still have from an
+    earlier attempt. Raises DeadlineExceeded, TransferAborted."""
     started = last_came = time.monotonic()
     missing = list(range(1, spec.world))
     try:

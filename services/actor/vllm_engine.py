@@ -198,9 +198,9 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], listeners
 
 @cache
 def prepare_forks() -> None:
-    """Reset signal handlers and freeze the garbage collector in every forked child. A child inherits the event loop's handlers
-    and wake-up socket, so a SIGTERM to the engine process would stop the actor instead. Inherited garbage may own threads that
-    the child lacks; collecting it would wait for these threads forever."""
+    """In every forked child, reset signal handlers and exempt inherited objects from garbage collection. A child inherits the
+    event loop's handlers and wake-up socket, so a SIGTERM to the engine process would stop the actor instead. Inherited garbage
+    may own threads that the child lacks; collecting it would wait for these threads forever."""
 
     def in_child() -> None:
         gc.freeze()

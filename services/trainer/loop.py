@@ -376,7 +376,7 @@ class OptimizerLoop:
         await self._begin_digest(self.version + 1)
 
     async def _begin_digest(self, version: int) -> None:
-        """Copy the current weights, which are of `version`, and begin to hash them. The previous hash is journaled first."""
+        """Copy the current weights (`version`), wait until the previous hash is journaled, and begin to hash the copy."""
         snapshot = await self._in_compute(self._policy.snapshot, PolicyVersion(self._start.lineage.incarnation, version))
         if self._digesting is not None:
             await asyncio.shield(self._digesting)  # not cancelled with the run, which journals the hash at its end

@@ -457,3 +457,16 @@ async def test_calls_reach_addresses_that_are_added_to_a_name_and_go_on_when_one
         async with third.serving("127.0.0.4", port):
             await calls_until_all_answer(client, third)
     transport.close()
+
+
+async def test_a_slow_item_does_not_hold_up_another_batch(tmp_path: Path) -> None:
+    """One worker is busy until the other one has scored the batches."""
+    async with serving(tmp_path, recipe(timeout_s=START_S), workers=2) as address, VerifierClient(address.grpc) as client:
+        slow = asyncio.create_task(client.verify(items([f"wait_for {tmp_path}/scored"])))
+        batches = [[f"say {100 * batch + index}" for index in range(20)] for batch in range(5)]
+        scored = await asyncio.gather(*(client.verify(items(batch)) for batch in batches))
+        assert not slow.done()
+        (tmp_path / "scored").touch()
+        assert (await slow)[0].status == VERIFY_STATUS_OK
+    rewards = [[outcome.reward for outcome in batch] for batch in scored]
+    assert rewards == [[100.0 * batch + index for index in range(20)] for batch in range(5)]

@@ -52,12 +52,14 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
         self.closed = False
+        self.given_s: set[float] = set()
 
     def first_chunk(self, content: str) -> int:
         return 0
 
     def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> None:
         self.sent.append(tensor.clone())
+        self.given_s.add(timeout_s)
 
     def close(self) -> None:
         self.closed = True
@@ -71,6 +73,7 @@ class Wire:
 class Replay(Wire):
     def broadcast(self, tensor: torch.Tensor, timeout_s: float) -> None:
         tensor.copy_(self.sent.pop(0))
+        self.given_s.add(timeout_s)
 
 
 def receiver(group, manifest, version=VERSION, aborted=None) -> Receiver:
@@ -408,3 +411,13 @@ def test_a_wrong_manifest_names_its_field(field: str, changes: dict[str, Any]) -
     with pytest.raises(MessageError) as caught:
         Manifest.from_bytes(pb.WeightManifest(**right | changes).SerializeToString())
     assert (caught.value.kind, caught.value.field) == ("WeightManifest", field)
+
+
+def test_a_large_chunk_has_the_time_that_a_slow_network_needs() -> None:
+    weights = {"w": torch.zeros(1000)}
+    sender, wire = WeightSender(describe(weights.items(), chunk_bytes=2560), stall_timeout_s=0.0), Wire()
+    sender.broadcast(sender.snapshot(VERSION, weights), wire, 60).result(timeout=60)  # type: ignore[arg-type]
+    replay = wire.receiving()
+    receiving = Receiver(replay, sender.manifest, VERSION, timeout_s=60, stall_timeout_s=0.0, aborted=threading.Event())  # type: ignore[arg-type]
+    assert len(list(receiving.tensors())) == 1
+    assert wire.given_s == replay.given_s == {2560 / 20e6}

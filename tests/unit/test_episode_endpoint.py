@@ -395,3 +395,29 @@ async def test_rude_requests_are_refused_and_change_nothing() -> None:
                 assert (await raw.post(url, json={"messages": [*ASK, said]})).status_code == 200
                 unknown = {"messages": ASK, "store": True, "metadata": {"a": "b"}, "seed": None, "user": "me"}
                 assert (await raw.post(url, json=unknown)).status_code == 200
+
+
+async def test_an_incomplete_request_ends_at_its_deadline_or_with_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stage("never") as s:
+
+        async def begin(head: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.address.rpartition(":")[2]))
+            writer.write(head.encode())
+            return reader, writer
+
+        with s.episodes.running(s.episode) as key:
+            ask = f"POST /episodes/{key}/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{{"
+            reader, writer = await begin(ask)
+            async with httpx.AsyncClient(timeout=60) as raw:
+                await raw.get(f"{s.address}/episodes/{key}/v1/models")  # which is answered after the other was received
+        assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+        writer.close()
+        monkeypatch.setattr(endpoint, "BODY_WITHIN_S", 0.05)
+        with s.episodes.running(s.episode) as key:
+            reader, writer = await begin(ask.replace(ask.split("/")[2], key))
+            async with asyncio.timeout(60):
+                head, _, content = (await reader.read()).partition(b"\r\n\r\n")  # to the end: the connection is closed
+            writer.close()
+        assert (head.split()[1], json.loads(content)["error"]["code"]) == (b"408", "request_timeout")
+        assert s.count("episode_refusals_total", code="request_timeout") == 1
+        assert s.episode.turns == []

@@ -2,11 +2,13 @@
 The ledger's equation, every way of breaking it, and a state machine that cannot; and the tracker's open groups.
 """
 
+import heapq
 import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -420,3 +422,42 @@ def test_a_tracker_that_is_restored_waits_for_the_same_sequences() -> None:
         after.arrive(held)
     assert (after.ledger.counts, after.open_groups) == (before.ledger.counts, before.open_groups)
     assert [after.gone_from_queue(*ends) for ends in ((7, 9), (8, 9), (1, 6))] == [[], ["g00000001"], ["g00000001"]]
+
+
+@given(st.floats(0.2, 5.0), st.integers(1, 3), st.integers(0, 2**32))
+def test_the_freshness_limit_keeps_the_slower_side_busy_and_no_queue_standing(trainer_s: float, actors: int, seed: int) -> None:
+    """Sequences take 1 to 2 s each in one of 16 slots; a step takes `trainer_s`. Trained at the pace of the slower side."""
+    bounds, random = IssueBounds(bounded(16, max_lag=None, slots=16)), Random(seed)
+    generating: list[float] = []  # when each ends
+    now, unlost, queued, complete = 0.0, 0, 0, 0
+    waits, left_over = [], []
+
+    def fill_slots() -> None:
+        nonlocal queued, unlost
+        allowance = bounds.room(0, actors, unlost, 0).allowance
+        queued, unlost = queued + allowance, unlost + allowance
+        while queued and len(generating) < 16 * actors:
+            queued -= 1
+            heapq.heappush(generating, now + random.uniform(1, 2))
+
+    for _ in range(80):
+        ready_at = now
+        fill_slots()
+        while complete < 16:
+            now, complete = heapq.heappop(generating), complete + 1
+            fill_slots()
+        complete -= 16
+        waits.append(now - ready_at)
+        left_over.append(complete)
+        num_open, wait_share = len(generating) + queued, waits[-1] / (waits[-1] + trainer_s)
+        bounds.begin_step(actors, IssuedGroups(unlost, num_open, unlost, unlost - num_open), wait_share, for_max_lag=False)
+        ends_at = now + trainer_s
+        fill_slots()
+        while generating and generating[0] <= ends_at:
+            now, complete = heapq.heappop(generating), complete + 1
+            fill_slots()
+        now = ends_at
+    generates_s = 1.5 / actors
+    assert fmean(waits[40:]) < max(0.0, generates_s - trainer_s) + 0.1 * max(generates_s, trainer_s)
+    if trainer_s > 1.2 * generates_s:
+        assert fmean(left_over[40:]) < 16

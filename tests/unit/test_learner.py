@@ -444,15 +444,17 @@ def test_a_gradient_is_cut_to_the_bound_of_the_recipe_or_to_the_weight_of_all_to
 @pytest.mark.parametrize(("own", "rate"), [(None, 1e-2), (3e-4, 3e-4)])
 def test_a_value_head_has_its_own_rate_and_takes_nothing_of_the_policys_norm(own: float | None, rate: float) -> None:
     """AdamW's first step moves each weight by the learning rate, of which a warm-up of four steps gives a quarter."""
-    weight, head = nn.Parameter(torch.ones(2, 1)), nn.Linear(1, 1)
+    weight, bias, head = nn.Parameter(torch.ones(2, 1)), nn.Parameter(torch.ones(1)), nn.Linear(1, 1)
     before = head.weight.item()
     config = TrainerConfig(learning_rate=1e-3, value_learning_rate=own, warmup_steps=4, weight_decay=0.5)
-    optimizer = PolicyOptimizer([weight], config, head)
+    optimizer = PolicyOptimizer([weight, bias], config, head)
     weight.grad, head.weight.grad, head.bias.grad = torch.full((2, 1), 0.5), torch.full((1, 1), 90.0), torch.ones(1)
+    bias.grad = torch.zeros(1)
     figures = optimizer.step(0.0, 1.0)
     assert (figures["learning_rate"], figures["clipped"]) == (2.5e-4, False)
     assert figures["grad_norm"] == pytest.approx(0.5 * 2**0.5)
     assert weight.detach().flatten().tolist() == pytest.approx([1 - 2.5e-4 * (1 + 0.5)] * 2)
+    assert bias.item() == 1, "a vector does not decay"
     assert before - head.weight.item() == pytest.approx(rate / 4, rel=1e-3)
     weight.grad, head.weight.grad = torch.ones(2, 1), torch.full((1, 1), torch.inf)
     assert optimizer.step(0.0, 1.0)["skipped"] == "gradient not finite"

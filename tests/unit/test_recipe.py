@@ -451,11 +451,21 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     assert list(doubts(fine, Examination())) == []
     told = {"source": "environment", "name": "a:B", "system_prompt": "s", "instruction": "i"}
     plain = {"source": "jsonl", "path": "a.jsonl", "prompt_style": "compact", "system_prompt": "s", "config": {"a": 1}}
+    used = {"loss": "ppo_clip", "clip_high": 0.3, "mask": "icepop", "mask_low": 0.1, "conventional_g": 2, "clamp": 2.0}
+    weights = {"keep_versions": True, "probe_tokens": 8, "stop_on_mismatch": True}
+    games, turns = {"source": "environment", "name": "a:B", "max_turns": 3}, {"max_turns": 3, "answer_timeout_s": 1.0}
     algorithm = {"clip_high": 0.3, "mask_kl": 0.1, "max_lag_of": "mean", "conventional_g": 2, "value_coefficient": 1.0}
     for data, fields in (
         (minimal(task=told), ["task.system_prompt", "task.instruction"]),
         (minimal(task=plain), ["task.config", "task.system_prompt", "task.prompt_style"]),
         (minimal(algorithm=algorithm), [f"algorithm.{name}" for name in algorithm]),
+        (minimal(mode="conventional", algorithm=used), ["algorithm.clamp"]),
+        (minimal(weights={"probe_every": 0, **weights}), [f"weights.{name}" for name in weights]),
+        (minimal(weights={"log": "nats", **weights}), []),
+        (
+            minimal(actor={"episodes_in_progress": 4}, evaluation={"sets": [{"task": games}, {"name": "s", "task": turns}]}),
+            ["actor.episodes_in_progress", *(f"evaluation.sets.1.task.{name}" for name in turns)],
+        ),
     ):
         assert sorted(one.field for _, one in doubts(recipe_from_data(data, "x"), Examination())) == sorted(fields)
 

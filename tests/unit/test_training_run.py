@@ -28,6 +28,7 @@ from services.trainer.checkpoint.run_state import Start, evaluates_first, load_r
 from services.trainer.data.evaluation import HeldoutResult
 from services.trainer.learn.batch import TrainingGroup
 from services.trainer.run import TrainingRun
+from services.trainer.weight_sync.updater import WeightUpdater
 from tests.support.machine import until, until_logged
 from tests.unit.builders import accuracy_at, make_recipe
 from tests.unit.trainer_fakes import FakeActor, FakePolicy, FakeUpdater, ready_group, serving, stop_during_step, training_run
@@ -481,3 +482,25 @@ async def test_a_frozen_actor_keeps_nobody_waiting(tmp_path: Path, monkeypatch: 
         await until(lambda: not told[-1])
         polling.cancel()
         await asyncio.gather(polling, return_exceptions=True)
+
+
+async def test_what_may_be_issued_follows_the_registered_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # B = 4, n = 2, H = 6: A * (6 + 2) + 4 samples.
+    changes = {"algorithm": {"max_lag": None}, "actor": {"sequences_in_progress": 6}}
+    trainer = {"steps": 100, "batch_size": 4, "tokens_per_microbatch": 64}
+    async with training_run(tmp_path, trainer=trainer, **changes) as (run, _):
+        assert run.feeder.room.allowance == 6
+        monkeypatch.setattr(WeightUpdater, "num_present", 8)
+        run.feeder._look.clear()
+        run.updater.on_change()
+        assert (run.feeder.room.allowance, run.feeder._look.is_set()) == (34, True)
+
+
+async def test_other_ranks_hear_from_a_run_that_waits_for_actors_and_then_of_its_end(tmp_path: Path) -> None:
+    async with training_run(tmp_path) as (run, policy), asyncio.timeout(60):
+        policy.num_ranks, stop = 2, asyncio.Event()
+        running = asyncio.create_task(run.run(stop))
+        await until(lambda: policy.calls)
+        stop.set()
+        await running
+        assert policy.calls == ["heartbeat", "end"]

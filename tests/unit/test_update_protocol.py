@@ -599,3 +599,54 @@ async def test_leaving_a_bus_that_is_away_is_bounded(caplog: pytest.LogCaptureFi
         async with asyncio.timeout(60):
             await heartbeat(bus, ServingGate(1)).leave()
     assert "it will expire" in caplog.text
+
+
+async def test_newcomers_share_a_transfer_and_one_that_fails_is_put_out_of_it_and_comes_back_alone() -> None:
+    async with stage("a") as one:
+        await one.send(0)
+        one.updater.transfers_s.append(0.5)  # as long as newcomers wait for others
+        for name in "bcd":
+            await one.join(name)
+        one.fail("d", TransferError("disk full"))
+        await one.until(lambda: one.served("b") == one.served("c") == [0] and not one.joining)
+        assert one.sender.opened == [(1, 2), (2, 4), (3, 3)]
+        assert one.sender.sent == ["snapshot-0"] * 3, "to a, to b, c and d, and again to b and c"
+        assert (sorted(one.history.joins), one.served("d")) == (["b", "c"], [])
+        await one.send(1)
+        assert list(one.updater.members) == ["a", "b", "c"]
+        one.actors["d"].receiver.on_receive = lambda version: CHECKSUM
+        await one.brought_back("d", 1)
+        assert one.sender.opened[-1][1] == 2
+        await one.send(2)
+        assert list(one.updater.members) == ["a", "b", "c", "d"]
+        assert one.updater.evictions == 0, "no member of the epoch was lost"
+
+
+async def test_a_newcomer_that_goes_while_it_shares_a_transfer_does_not_stop_the_others() -> None:
+    async with stage("a") as one:
+        await one.send(0)
+        one.updater.transfers_s.append(0.5)
+        b, d = await one.join("b", stuck=True), await one.join("d", stuck=True)
+        await one.until(lambda: b.listener.staging_state == d.listener.staging_state == "receiving")
+        await d.register("p9", phase="starting")  # it has died and starts again
+        await one.until(lambda: one.sender.opened == [(1, 2), (2, 3), (3, 2)])
+        assert (one.updater.starting, one.joining, one.updater.num_present) == ({"d"}, ["b"], 2)
+        b.receiver.may_receive.set()
+        await one.until(lambda: one.served("b") == [0])
+
+
+async def test_an_order_that_nats_has_stored_twice_is_followed_once() -> None:
+    async with stage("a") as one:
+        publish = one.updater.bus.publish_control
+
+        async def publish_twice(*message: Any) -> None:
+            for _ in range(2):
+                await publish(*message)
+                for _ in range(20):
+                    await asyncio.sleep(0)
+
+        one.updater.bus.publish_control = publish_twice  # type: ignore[method-assign]
+        await one.send(0)
+        await one.send(1)
+        receiver = one.actors["a"].receiver
+        assert (receiver.joined, one.served("a"), receiver.discards) == ([("epoch-1", 1, 2)], [0, 1], 0)

@@ -57,7 +57,6 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
     loader: str = ""
     frozen: bool = False
     requests: list[list[PromptGroup]] = field(default_factory=list)
-    given_s: list[float] = field(default_factory=list)
 
     async def GetState(self, request: Any, context: Any) -> actor_pb2.ActorState:
         if self.frozen:
@@ -78,7 +77,6 @@ class FakeActor(actor_pb2_grpc.ActorServiceServicer):
             await asyncio.sleep(600)
 
     async def Score(self, request: Any, context: Any) -> actor_pb2.ScoreResponse:
-        self.given_s.append(context.time_remaining())
         logprobs = np.array(self.logprobs, dtype=np.float32).tobytes()
         return actor_pb2.ScoreResponse(logprobs=logprobs, policy_version=self.version, incarnation=1, loader=self.loader)
 

@@ -6,7 +6,7 @@ from pipelinerl.episodes import Done
 
 
 class GuessNumber:
-    """The model guesses the number of the row in at most `max_guesses` turns; only a correct guess earns a reward."""
+    """The model guesses `row["number"]` in at most `max_guesses` turns; only a correct guess earns a reward."""
 
     def __init__(self, max_guesses=4):
         self.left, self.max_guesses = max_guesses, max_guesses

@@ -110,7 +110,7 @@ class Feeder:
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None
-        """`OptimizerLoop.take_over` sets it. While it is None, sequences need no token."""
+        """Checks proofs that an actor received a group. While this is None, sequences need no proof; `take_over` sets it."""
 
     @property
     def room(self) -> IssueRoom:
