@@ -264,7 +264,7 @@ class Run:
         return f"Run({str(self.path)!r}): {state}, {steps[-1]['step'] if steps else 0} optimizer steps"
 
     def _repr_html_(self) -> str:
-        """Return a frame with the live page. Wait up to a minute for it; without a page, return one line about the run."""
+        """Return a frame with the live page. If no page is served after a minute, return one line about the run instead."""
         until = time.monotonic() + _PAGE_WITHIN_S
         while (page := self.page) is None and self.is_running and time.monotonic() < until:
             time.sleep(_LOOK_S)
@@ -288,7 +288,7 @@ def source_of(function: Any) -> str:
 
 
 def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
-    """Add the function's source to `parts`, after everything that it uses."""
+    """Add to `parts` the source of everything that the function uses, and then the function's own source."""
     inner = inspect.unwrap(function)  # decorators are part of the source
     if not isinstance(inner, FunctionType) or inner.__name__ == "<lambda>":
         kind = "a lambda" if isinstance(inner, FunctionType) else f"of type {type(function).__name__}"
@@ -330,7 +330,7 @@ def _globals_of(name: str, source: str) -> list[str]:
 
 
 def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, str]) -> None:
-    """Add the global `name` of `function` to `parts`: an import, a function of the same notebook, or a constant."""
+    """Add the global `name`, which `function` uses, to `parts`: an import, a function of the same module, or a constant."""
     if name not in function.__globals__:
         if not hasattr(builtins, name) and name != "__name__":
             raise _refused(user, f"uses {name}, which is not defined")

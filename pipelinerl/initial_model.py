@@ -24,7 +24,7 @@ from pipelinerl.service.settings import PolicySettings
 COMPLETE = "config.json"
 CHUNK_BYTES = 1024**2
 _FORMAT = 2
-"""Part of a folder's name. Increase this number if a change of the code changes the weights that a `model.source` gives."""
+"""Part of a cache folder's name. Increase this number if a change of the code changes the weights of any `model.source`."""
 _ABANDONED_S = 24 * 3600
 """Seconds without a change after which a partial folder is removed, because its process was probably killed."""
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _MARK = f"k{secrets.token_hex(12)}q"
 """Mark to insert into spelled control tokens. Nobody can guess it, and JSON and templates leave it unchanged."""
 _PREFIX = 3
-"""Number of characters at the beginning of a control token that are searched for before the whole token is compared."""
+"""Number of a control token's first characters that a search looks for, before it compares the whole token."""
 
 
 def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:

@@ -34,7 +34,7 @@ checkpoint empties the streams first."""
 STATE_FORMAT = 3
 """Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
-"""Free space that a run needs in addition to the next checkpoint: at its start, and later."""
+"""Free space that a run needs in addition to the next checkpoint: the first at its start, the second while it runs."""
 
 
 @dataclass

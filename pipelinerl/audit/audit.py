@@ -139,7 +139,7 @@ class Audit:
     at_work: bool = False
     """True if a live trainer may be moving sequences at this moment."""
     streams: StreamLook | None = None
-    """None if the streams were not read."""
+    """Contents of the streams; None if they were not read."""
     waiting: list[str] = field(default_factory=list)
     """Sequences in flight whose group the trainer will publish, either now or at its next start."""
     lost: list[str] = field(default_factory=list)
@@ -175,7 +175,7 @@ def audit_files(run_dir: Path) -> Audit:
 
 
 def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
-    """Replay every event that no restart undid. When the replay reaches a checkpoint's `journal_bytes`, compare the two."""
+    """Replay every event that no restart undid. Compare each checkpoint with the replay at the checkpoint's `journal_bytes`."""
     history, replay, findings = audit.history, audit.replay, audit.findings
     starts = {start.offset: start for start in history.starts}
     waiting = deque[Checkpoint]()
@@ -303,7 +303,7 @@ def _skip_streams(audit: Audit, why: str) -> None:
 
 
 async def _look(bus: Bus, durable: int) -> StreamLook:
-    """Read SEQUENCES to its present end, read PROMPTS before and after that, and count the dead letters. Raises `BusError`."""
+    """Read SEQUENCES up to its current end, and PROMPTS both before and afterwards. Count dead letters. Raises `BusError`."""
     prompts_before = await bus.pending_prompts()
     info = await bus.sequences_info()
     seen = StreamLook(info, info.last_position if durable == NOTHING_THERE else durable)
@@ -337,8 +337,8 @@ async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
 
 
 def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
-    """Return the sequences in SEQUENCES that were never issued. Until the run has ended, sequences of reserved groups are left
-    out, because a group may be published before the journal records its issue."""
+    """Return the sequences in SEQUENCES that were never issued. Until the run has ended, a sequence does not count if its group
+    is reserved but not issued: the trainer may publish a group before the journal records the issue."""
     replay, unknown = audit.replay, []
     reserved = 0 if audit.ended else replay.reserved
     for sequence_id in seen.positions:

@@ -231,7 +231,7 @@ class History:
     starts: list[Start] = field(default_factory=list)
     size: int = 0
     end: Event | None = None
-    """The last event, if it is an `end`."""
+    """The journal's last event if its kind is `end`; otherwise None."""
 
     def undone_by(self, offset: int) -> Start | None:
         """Return the start that undid the byte at `offset`, if any."""

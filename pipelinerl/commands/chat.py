@@ -74,7 +74,7 @@ def _ask(policy: Any, args: argparse.Namespace, messages: list[dict[str, str]], 
 
 
 def _hold(args: argparse.Namespace) -> int:
-    """Hold a conversation until the input ends, with one version of the policy at a time. Return the exit code."""
+    """Hold a conversation until the input ends. `/version N` changes to another version of the policy. Return the exit code."""
     if importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # `input` then lets the user edit the line
     policy, messages = _policy(args, args.version), list[dict[str, str]]()

@@ -36,10 +36,10 @@ from pipelinerl.run_dir import RunDir, read_json, recipe_changes_of, trainer_sta
 from pipelinerl.run_summary import HELDOUT_KEYS, RunTotals, leaves, summary_from_metrics
 
 MOST_RUNS, MOST_PROBLEMS, _POINTS, _MOST_TEXT, _CELL, _ROWS = 12, 8, 300, 2000, 36, 20
-"""Limits of the page: runs (colours and dashes distinguish 12), problems, points of a curve, characters of a field. Limits of
-the terminal: characters of a cell, differing fields."""
+"""Limits of the page: runs (colours and dashes can tell 12 apart), problems, points of a curve, and characters of a field.
+Limits of the terminal: characters of a cell, and number of differing fields."""
 CURVES = ("heldout_accuracy", "reward_mean", "completion_tokens_mean", "lag.mean", "ess", "entropy", "grad_norm")
-"""Figures with a chart; `a.b` is key b of object a."""
+"""Figures that get a chart. `a.b` stands for key `b` of the object `a` in metrics.jsonl."""
 _TOTALS = {"Sequences trained": ("sequences.trained", 0), "Mean lag": ("lag.mean", 2), "Mean ESS": ("ess.mean", 3)}
 """Key in a summary and number of decimals, by label."""
 _MEASURES = ("modules/", "task.", "tasks", "reward.", "evaluation.sets", "evaluation.temperature")

@@ -15,7 +15,7 @@ from pipelinerl.tasks.final_answer import bare_answer, final_answer, occurs
 _NO_ANSWERS = ("json_schema", "regex", "judge", "code")
 """Scorers whose reference is not a right answer."""
 _DEAD, _FEW = 0.95, 0.75
-"""Shares of groups with equal rewards. At `_DEAD`, hardly a group gives a signal; at `_FEW`, only a quarter do."""
+"""Shares of groups with equal rewards. At `_DEAD`, hardly a group gives a signal; at `_FEW`, only a quarter of them do."""
 
 
 def _last(samples: Sequence[Record], kind: Callable[[Record], bool] = bool) -> Record | None:

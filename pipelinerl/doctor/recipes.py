@@ -227,7 +227,7 @@ def problems(view: SetView) -> Rows:
 
 
 def _odd(texts: Sequence[str], num: int, share: float, least: int = 1) -> str:
-    """Return evidence about the odd `texts` among `num` texts; "" if they are fewer than `least`, or than `share` of `num`."""
+    """Return how many of `num` texts are in `texts`, with an example; "" for fewer than `least`, or than `share` of `num`."""
     return f"{len(texts)} of {num}, such as {texts[0]!r:.160}" if len(texts) >= max(least, share * num) else ""
 
 
@@ -267,8 +267,8 @@ def _head(text: str) -> set[str]:
 
 
 def _counting(texts: Sequence[str], form: str = r"\D*(\d+)\D*") -> list[str]:
-    """Return the texts with a number n that are followed by a text with n + 1. Texts that `form` does not match do not count,
-    and of texts with the same number only the last one does."""
+    """Return each text with a number n that is followed by a text with n + 1. Texts that `form` does not match are left out. Of
+    texts with the same number, only the last one is examined."""
     numbers = {int(found[1]): text for text in texts if (found := re.fullmatch(form, text))}
     return [text for (one, text), (after, _) in pairwise(numbers.items()) if after == one + 1]
 
@@ -299,8 +299,8 @@ def _is_dressed(answer: str) -> bool:
 
 
 def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], int]:
-    """Return references that the reward does not accept, and the number examined. If texts are compared and `answer_pattern`
-    cannot read some references, return these. Otherwise, return references that earned nothing in trial calls."""
+    """Return references that the reward rejects, and the number examined. If texts are compared and `answer_pattern` cannot
+    read some references, return those. Otherwise, return those that earn nothing in trial calls, unless all earn nothing."""
     is_read = view.share.reward.answer_pattern and view.share.reward.scorer in ("task", "exact") and reads(view.share, *_PROBES)
     if is_read and (lost := [one for one in answers if not reads(view.share, one)]):
         return lost, len(answers)

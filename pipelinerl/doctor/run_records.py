@@ -44,7 +44,7 @@ class RunRecords:
     needed_bytes: float = 0.0
     """Expected growth of the run's files until its end, plus the size of one more checkpoint."""
     last_error: str = ""
-    """Result of `_last_error` if the run has no step."""
+    """Last line with an error in the logs of a run that is not running and has no step; otherwise empty."""
 
     @cached_property
     def trained(self) -> list[Record]:

@@ -40,7 +40,7 @@ _FIXES = {
     "turn_timeout": ("task.turn_timeout_s", "raise it, or lower actor.episodes_in_progress"),
 }
 _MOST_KL = {"float32": 1e-3, "bfloat16": 0.05}
-"""Usual limit of the KL between actor and trainer at lag 0, nats. Rounding gives 1e-9 in float32 and about 1e-3 in 16 bits."""
+"""Usual limit, in nats, of the KL of actor and trainer at lag 0. Rounding gives 1e-9 in float32 and about 1e-3 in bfloat16."""
 
 
 def losses(run: RunRecords) -> Rows:

@@ -17,7 +17,7 @@ from pipelinerl.rl.groups import CUTTING, groups_per_step
 _TOY = 2e7
 """Number of parameters below which a model needs a hundred times the learning rate of a language model."""
 _USUAL_PARAMETERS, _USUAL_WIDTH = 1e8, 4096
-"""Assumed number of parameters if it is unknown, and assumed width. The number is small, so that rules report less."""
+"""Parameters of a model of unknown size (few, so that rules report less), and the width that is assumed for all models."""
 _ANY = (-math.inf, math.inf)
 
 

@@ -126,7 +126,7 @@ class ServiceLaunches:
     placement: Placement | None = None
     """GPUs of trainer and actors; None = no GPU is used."""
     nats_url: str = ""
-    """The runner sets this and the next two fields before it starts actors and trainer."""
+    """URL of NATS. The runner sets `nats_url`, `verifier_address` and `model_dir` before it starts actors and trainer."""
     verifier_address: str = ""
     model_dir: str = ""
     """Folder of the initial policy; empty = the services fetch a hub model."""

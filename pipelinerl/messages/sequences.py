@@ -144,7 +144,7 @@ class PromptGroup:
     done_samples: tuple[int, ...] = ()
     episodic: bool = False
     token: bytes = b""
-    """Secret that sequences return, as proof that their actor received this group."""
+    """Secret that an actor copies into the group's sequences (`group_token`), as proof that it received this group."""
 
     def sequence_id(self, sample_index: int) -> str:
         return f"{self.group_id}.{sample_index}"

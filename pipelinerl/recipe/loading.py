@@ -196,7 +196,7 @@ def found_beside(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 _WITH_PATHS = ("task", "tasks", "evaluation", "sets", "model")
-"""Sections of a recipe that hold paths, and the sections around them."""
+"""Sections of a recipe that hold paths, and sections that contain such a section."""
 
 
 def modules_beside(recipe: Recipe, file: Path) -> Path | None:

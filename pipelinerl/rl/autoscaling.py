@@ -34,7 +34,7 @@ FULL = 0.85
 """Share of used slots above which an actor counts as full. It is below 1, because a slot is empty between two sequences."""
 
 Production = NDArray[np.float64]
-"""Shape [3], one actor between two observations: finished sequences, busy seconds, busy seconds × sequences in progress."""
+"""One actor between two observations, shape [3]: sequences finished, seconds busy, seconds busy × sequences in progress."""
 
 
 def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float] | None:

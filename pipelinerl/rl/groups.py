@@ -98,8 +98,8 @@ class IssueBounds:
         """Number of samples by which the freshness limit is below its ceiling."""
         self._num_actors = 0
         self._left_over: deque[int] = deque()
-        """Numbers of complete groups that the latest steps did not use, for about limit / B + 1 steps. A step counts once all
-        groups issued before the limit last changed are complete."""
+        """For each of the latest steps, about limit / B + 1 of them, the number of complete groups that the step did not use. A
+        step counts once all groups that were issued before the last change of the limit are complete."""
         self._changed_at = 0
         """Number of the first group issued under the current limit."""
         self._waited = False

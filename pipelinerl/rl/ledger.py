@@ -142,9 +142,9 @@ class SequenceTracker:
         self.ledger = Ledger()
         self.tokens = {outcome.value: 0 for outcome in Outcome}
         self._lengths = {outcome: Counter[int]() for outcome in (Outcome.TRAINED, Outcome.DROPPED_STALE)}
-        """Number of sequences by `length_bucket`, since the last `take_ended_by_length`."""
+        """For each of the two outcomes, number of sequences by `length_bucket` since the last `take_ended_by_length`."""
         self.longest_tokens, self._num_ended = 1, 0
-        """Maximum tokens of the sequences trained or dropped as stale since process start, and number of these sequences."""
+        """Most tokens of a sequence trained on or dropped as stale since process start, and the number of such sequences."""
         self.open_groups: dict[str, OpenGroup] = {}  # by id, in order of issue
         self.issued_groups = 0
         self.lost_groups = 0

@@ -24,9 +24,9 @@ UPDATE_GIB = 2.0
 QUANTISED_BYTES = 1
 """Bytes of a parameter in a quantised engine. Methods with fewer bits count the same: they leave some weights unquantised."""
 MOST_SNAPSHOTS = 3
-"""Snapshots of a trainer: one each for the served version, the version in transfer and the next one, which waits."""
+"""Snapshots that a trainer holds: of the served version, of the version in transfer, and of the next one, which waits."""
 LOG_COPIES = 2
-"""Further snapshots for the weight log: the version that it wrote last, and the one that it is writing."""
+"""Snapshots that the weight log adds: of the version that it wrote last, and of the one that it is writing."""
 MODEL_STATE_SHARE = 0.7
 """Share of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
 LEAST_ACTIVATIONS_GIB = 4.0
@@ -36,8 +36,8 @@ CONTEXTS_GIB = 1.0
 CACHED_GIB = 1.0
 """Memory that torch caches in the trainer while it does not compute."""
 ADAPTERS = 0.9
-"""Parameters of adapters on all linear layers, divided by their rank and by the model's active parameters to the power of 2/3.
-The quotient is 0.65 to 0.9 for Qwen2.5 of 0.5B to 7B and Llama of 8B and 70B."""
+"""Factor for estimates. Adapters on all linear layers have ADAPTERS × rank × (active parameters of the model)^(2/3) parameters.
+The true factor is 0.65 to 0.9 for Qwen2.5 of 0.5B to 7B and Llama of 8B and 70B."""
 MOST_PER_ACTOR = 64
 """Maximum number of accelerators of an actor, as for `actor.engine.tensor_parallel_size`."""
 

@@ -70,7 +70,7 @@ class CostModel:
     per_pair: float = 0.0
     """Attention score and product with the value, summed over the layers with full attention."""
     per_windowed_pair: float = 0.0
-    """The same FLOPs, summed over the layers with windowed attention."""
+    """FLOPs as in `per_pair`, summed over the layers with windowed attention."""
     window: int = 0
     """Tokens that a query of a windowed layer attends to, including its own."""
 
@@ -125,8 +125,8 @@ class StepPlan:
 Prompt = tuple[Hashable, int]
 """Key of a prompt, and its number of tokens."""
 PIECES = (1, 4, 16, 0)
-"""Divisors of the token budget: several sequences share a piece of at most budget / divisor tokens; 0 = no sharing. Small
-pieces can be spread evenly over ranks; large ones compute a prompt less often."""
+"""Divisors of the token budget that are tried. Sequences of one prompt share pieces of at most budget / divisor tokens; with 0,
+each is its own piece. Small pieces can be spread evenly over ranks; large ones compute a prompt less often."""
 COPIES_OF_A_TOKEN = 5
 """Number of copies of a prompt token that take as much memory as one computed token. Copies exist only in attention."""
 

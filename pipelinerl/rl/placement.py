@@ -220,8 +220,8 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
 
 
 def _most_ranks(recipe: Recipe, free: Sequence[Device], model: Model | None, limit: int) -> int:
-    """Return the largest multiple of `rank_unit` up to `limit` at which the ranks can hold weights and optimizer. If none
-    suffices, return the largest multiple. `free` begins with the GPUs of the most free memory. MIG instances allow only 1."""
+    """Return the largest multiple of `rank_unit` up to `limit` at which the ranks can hold weights and optimizer; if there is
+    none, the largest multiple up to `limit`. `free` begins with the GPUs of most free memory. MIG instances allow only 1."""
     if any(device.is_instance for device in free):
         return min(limit, 1)
     unit = rank_unit(recipe)
@@ -235,7 +235,7 @@ def _fit(recipe: Recipe, model: Model, gpus: Sequence[Device]) -> bool:
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:
     """Remove `number` GPUs from `left` and return their names: a first GPU, those that NVLink connects with it, then others.
-    The first GPU has the fewest links among GPUs with at least `number` - 1 links, or else the most links."""
+    The first GPU has the fewest links of all with at least `number` - 1. If no GPU has that many, it has the most links."""
 
     def order(device: Device) -> tuple[bool, int]:
         links = sum(other.uuid in device.linked for other in left)
@@ -293,8 +293,8 @@ class _Room(NamedTuple):
 
 
 def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
-    """Calculate the room on an actor's GPU. `shared`: a trainer rank uses it as well. Raises `FieldError` if the
-    trainer does not fit beside the sleeping engine."""
+    """Calculate the memory on an actor's GPU. `shared`: a trainer rank uses the GPU as well. With `actor.colocate`, raises
+    `FieldError` if the trainer does not fit beside the sleeping engine."""
     total, free, turn = device.total_bytes / GIB, device.free_bytes / GIB, device.free_bytes / GIB - ENGINE_GIB
     if model is None:
         cap = SHARED_UNKNOWN if shared else VLLM_SHARE

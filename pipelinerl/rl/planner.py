@@ -45,7 +45,7 @@ FASTEST_STEP_S = 2e-3
 _MOST_SPLITS = 4096
 """For each H, fewer than twice this many splits are tried, at evenly spaced numbers of actors."""
 _MOST_SPANS, _MOST_SEQUENCES = 1_000_000, 60_000
-"""Maximum numbers of version spans and sequences in a simulation. Only a part of a larger system is simulated."""
+"""Maximum numbers of version spans and sequences in a simulation. If a system exceeds them, a part of it is simulated."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def best_split(splits: list[Split]) -> Split:
 
 
 def _may_drop_less(one: Split, chosen: Split) -> bool:
-    """Return whether the largest lag of `one` is well below that of `chosen`, or not above it with far fewer actors."""
+    """Return whether `one` has a clearly lower largest lag than `chosen`, or far fewer actors and no higher largest lag."""
     fewer = one.largest_lag <= chosen.largest_lag and one.num_generators <= 0.8 * chosen.num_generators
     return fewer or one.largest_lag <= 0.9 * chosen.largest_lag
 
@@ -314,7 +314,7 @@ def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, upda
 
 
 def _part(num_actors: int, per_step: int, times_smaller: float) -> tuple[int, int]:
-    """Return a smaller system's number of actors and of groups per step (8 or more if possible), at nearly the same ratio."""
+    """Return numbers of actors and of groups per step (8 or more if possible) of a smaller system with nearly their ratio."""
     least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))
     fewest = min(num_actors, math.ceil(least))
     tried = range(fewest, min(num_actors, fewest + 8) + 1)

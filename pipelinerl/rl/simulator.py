@@ -170,7 +170,7 @@ class _Run:
         self.offered = self.served = -1
         self.counted = Simulation()
         self.counted_from = self.computing = self.busy = self.slot_time = 0.0
-        """Start of the counted time, and sums of time since then: of optimizer steps, busy actors and used slots."""
+        """Start of the counted time, and sums of time since then: length of steps, busy time of actors, used time of slots."""
 
     def result(self, first: int, last: int) -> Simulation:
         """Run until version `last` and return the totals since version `first`."""
@@ -219,7 +219,7 @@ class _Run:
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
-        """Schedule the actor's next event: the step's end if a sequence or version waits, else the next end of a sequence."""
+        """Schedule the actor's next event: the end of its decode step if a sequence or version waits, else a sequence's end."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
             when = self._next_boundary(actor)

@@ -44,7 +44,7 @@ class Split(StrEnum):
 @dataclass(frozen=True)
 class Problem:
     question: str
-    """Text of the prompt. JSON for messages and for rows of environments and agents. A name if drawn from a seed."""
+    """Text of the prompt; JSON if the prompt is messages or a row of an environment or agent; a name if drawn from a seed."""
     reference: Mapping[str, Any] = field(default_factory=dict)
     """JSON values: `answer`; `row`, if a reward may need other fields of the row; for reasoning-gym `dataset` and `entry`."""
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -153,7 +153,7 @@ class FileSource:
         self.path = config.path
         distinct: dict[str, Problem] = {}
         self.num_repeated, self.first_repeated, self.num_contradicted = 0, "", 0
-        """Number of rows that repeat a question, the first such row, and how many of them give the question another answer."""
+        """Number of rows that repeat a question, the first such row, and number of such rows with another answer."""
         for problem in _problems(config):
             known = distinct.setdefault(problem.question, problem)
             if known is not problem:
@@ -306,7 +306,7 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
     """Return the reference answer, and the whole row if a reward may need more than the texts of prompt and answer. Raises
-    `BadRow` if the row lacks `answer_field`. Rows of environments and agents, and conversations, may lack its default."""
+    `BadRow` if the row lacks `answer_field`. Conversations and rows of environments and agents may lack the default field."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default

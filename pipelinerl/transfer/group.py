@@ -182,7 +182,7 @@ def _abort(group: Any) -> None:
 
 @contextmanager
 def _without_watchdog(timeout_s: float) -> Iterator[None]:
-    """Set the environment for making a group without torch's watchdog."""
+    """Set torch's environment variables so that a group that is made meanwhile has no watchdog."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _making:
         # torch reads this timeout only once per process.
@@ -366,8 +366,8 @@ def close_when_met(meeting: Future[WeightGroup]) -> None:
 def _wait_for_all(
     spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event, patience_s: float | None
 ) -> Kept:
-    """As rank 0, wait until all other ranks are here. Then publish and return how many chunks all of them still have from an
-    earlier attempt. Raises DeadlineExceeded, TransferAborted."""
+    """As rank 0, wait until all other ranks have checked in. Then publish and return how many chunks every rank still has from
+    an earlier attempt. Raises DeadlineExceeded, TransferAborted."""
     started = last_came = time.monotonic()
     missing = list(range(1, spec.world))
     try:

@@ -41,7 +41,7 @@ NATS = "nats"
 STALL_S = 60.0
 PIECE_BYTES = 8 * 2**20
 _MESSAGE_BYTES, _MESSAGES_AHEAD = 128 * 1024, 32
-"""A reader holds at most 4 MiB of messages, so that pings and control messages are not late on a slow link."""
+"""Bytes per message, and messages read ahead: 4 MiB, so that pings and control messages are not late on a slow link."""
 _Result = TypeVar("_Result")
 _Parts = Iterable[bytes | memoryview]
 
