@@ -166,7 +166,7 @@ def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _largest_lag(recipe: Recipe) -> str:
-    """Return the largest lag. It may depend on the mean length, which is unknown before a run, so two means are assumed."""
+    """Return the largest lag. In pipeline mode, it may depend on the mean length, so it is computed for two assumed means."""
     longest, actors = recipe.max_tokens, recipe.actor.number
     if recipe.mode == "conventional":
         return f"{recipe_lag(recipe, actors)}: algorithm.conventional_g - 1"

@@ -39,7 +39,7 @@ def _right(sample: Record) -> bool:
 
 
 def _earned(samples: Iterable[Record]) -> list[float]:
-    """Return what each sample with a reward earned for its answer: the sum of its answer terms, or its reward without them."""
+    """Return the sum of the terms `answer` and `answer.*` of each sample with a reward; without such terms, its reward."""
     terms = [({n: v for n, v in (one.get("terms") or {}).items() if n.partition(".")[0] == "answer"}, one) for one in samples]
     return [sum(of.values()) if of else one["reward"] for of, one in terms if number_at(one, "reward") is not None]
 

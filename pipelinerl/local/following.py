@@ -83,7 +83,7 @@ async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.T
 
 async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]) -> None:
     """Record every optimizer step once, in order, and remove the steps that a restart of the trainer undid. Steps that a
-    trainer took before its first answer do not count for the pace."""
+    trainer took before the runner first reached it do not count for the pace."""
     incarnation, begun, heard = -1, 0, 0
     while True:
         if (status := await _status(trainer)) is not None:

@@ -265,7 +265,7 @@ class LocalRun:
         return service
 
     async def _engines_measured(self) -> None:
-        """If engines share the trainer's GPU, wait until they have started. A trainer would disturb their memory profiling."""
+        """If engines share the trainer's GPU, wait until all have started: a trainer would disturb their memory profiling."""
         if self.placement is None or not self.placement.is_shared:
             return
         self._set_phase("starting the engine, which shares the trainer's GPU")

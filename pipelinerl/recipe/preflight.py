@@ -231,7 +231,7 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
-    """Add a set's source to `sources`. Yield an error if it makes no problem, or a small model cannot read a question."""
+    """Add a set's source to `sources`. Yield an error if it makes no problem, or has a character unknown to a small model."""
     task = share.task
     try:
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)
