@@ -119,7 +119,7 @@ class LocalRun:
     """Limits of restarts. Each service gets a copy."""
     placement: Placement | None = None
     page_port: int | None = 0
-    """`ServiceLaunches` describes this field and `placement`."""
+    """`placement`: GPUs of trainer and actors, or None. `page_port`: live page's port; 0 = any free port, None = no page."""
     metrics_port: int = 0
     """Port of /metrics and /targets on this machine; 0 = any free port."""
     refresh_s: float = 0.5

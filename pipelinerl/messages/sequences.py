@@ -24,9 +24,9 @@ from pipelinerl.v1 import sequence_pb2 as pb
 from pipelinerl.v1.sequence_pb2 import DeadLetter
 
 TokenIds = NDArray[np.int32]
-"""int32[tokens]"""
+"""Token ids, int32[tokens]."""
 Logprobs = NDArray[np.float32]
-"""float32[tokens], nats"""
+"""Log-probabilities in nats, float32[tokens]."""
 
 
 class FinishReason(StrEnum):
@@ -342,7 +342,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
 
 
 def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
-    """Check a sequence. Only one with a `failure` may lack tokens."""
+    """Check a sequence. Only a sequence with a `failure` may lack tokens."""
     _check_names(sequence, expected_run, _SEQUENCE)
     _check_num_samples(sequence.group_size, _SEQUENCE, "group_size")
     if sequence.finish_reason is None and not sequence.failure:
@@ -534,6 +534,6 @@ def check_logprobs(logprobs: Logprobs, kind: str, field: str) -> None:
 
 
 def _check_array(array: NDArray, dtype: np.dtype, kind: str, field: str) -> None:
-    """Check that the array is [tokens] with this little-endian dtype."""
+    """Check that the array has one dimension and this little-endian dtype."""
     if array.ndim != 1 or (array.dtype is not dtype and array.dtype != dtype):
         raise MessageError(kind, field, f"has dtype {array.dtype} and shape {array.shape}; give a 1-D array of {dtype}")

@@ -297,9 +297,9 @@ class Accelerator(NamedTuple):
     """Dense FLOP/s in bfloat16."""
     name: str = ""
     memory: float = 0.0
-    """Bytes."""
+    """Bytes of memory."""
     bandwidth: float = 0.0
-    """Bytes per second of the memory."""
+    """Memory bandwidth in bytes per second."""
 
 
 _DEVICES = (

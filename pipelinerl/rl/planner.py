@@ -38,7 +38,7 @@ NETWORK = 12.5e9
 CONTROL_S = 0.25e-3
 """Seconds per actor for an update's messages, measured with 1,000 members (benchmarks/README.md, control_channel)."""
 AS_FAST = 0.99
-"""Splits with at least this share of the highest rate count as equally fast, because estimates are no more exact."""
+"""Splits with at least this share of the highest rate count as equally fast, because the estimates have larger errors."""
 IN_PROGRESS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FASTEST_STEP_S = 2e-3
 """Shortest decode step that a data sheet predicts well. Engines add milliseconds to each step."""
