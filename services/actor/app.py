@@ -60,10 +60,10 @@ log = logging.getLogger(__name__)
 SERVICE = "pipelinerl.v1.ActorService"
 HEALTH_CHECK_S = 2.0
 INTERRUPT_S = 1.5
-"""Maximum seconds for the engine to return unfinished sequences. This takes milliseconds unless a commit is running."""
+"""Maximum seconds to get unfinished sequences from the engine when the actor stops. A weight commit can delay them."""
 DRAIN_S = 2.5
 HAND_OVER_S = 3.0
-"""Maximum seconds to publish unfinished groups on PROMPTS."""
+"""Maximum seconds to publish unfinished groups on PROMPTS when the actor stops."""
 LEAVE_WITHIN_S = 2.0
 
 
@@ -254,7 +254,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         )
 
     async def _answer(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> actor_pb2.GenerateResult:
-        """Sample a held-out answer and get its reward. The caller's deadline cancels this call."""
+        """Sample an answer to a held-out problem and get its reward. The call is cancelled at the caller's deadline."""
         async with self._heldout_samples:
             try:
                 sequence, failure = await self._heldout.sample(group, start, trace), UNFINISHED

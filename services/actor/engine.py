@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from services.actor.weight_sync.client import WeightUpdateClient
 
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Large odd factor. It separates the seeds of a sample's continuations from the seeds of neighbouring samples."""
+"""Large odd factor. It keeps the seeds of a sample's later requests apart from the seeds of samples with nearby indices."""
 UNFINISHED = "engine: generation stopped before the sequence was finished"
 
 

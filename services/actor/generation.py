@@ -54,7 +54,7 @@ REASON_CHARACTERS = 1000
 FETCH_TIMEOUT_S = 5.0
 FETCH_RETRY_S = 1.0
 ABORT_AGAIN_S = 0.01
-"""Seconds between repeated aborts. An abort misses a request that is just entering the engine."""
+"""Seconds until an abort is repeated, because an abort misses a request that is just entering the engine."""
 FINISHER_TASKS = 4
 """Number of batches that are verified or published at the same time."""
 
@@ -74,11 +74,11 @@ class Sampler:
     episodes: Episodes | None = None
     """Required for episodic tasks."""
     metrics: ActorMetrics | None = None
-    """None = nothing is counted."""
+    """If None, nothing is counted."""
     keep: Callable[[PromptGroup, PartialSequence], None] = lambda group, partial: None
     """Callback that receives all usable tokens of a sample when it finishes or is interrupted."""
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
-    """Setting it ends the episodes in progress."""
+    """Event that ends the episodes in progress."""
     interrupted: bool = field(default=False, init=False)
     generating: set[str] = field(default_factory=set, init=False)
     _playing: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
@@ -223,7 +223,7 @@ class Finisher:
 
     def __post_init__(self) -> None:
         self.buffer = asyncio.Queue[FinishedSample](maxsize=self.buffer_size)
-        """Callers put samples here. `join` waits until all are stored."""
+        """Finished samples that callers put here. `buffer.join()` waits until the stream has stored all of them."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -290,7 +290,7 @@ class Finisher:
         await self.on_published(sample.group, sequence.sample_index)
 
     async def _store(self, sequence: Sequence, headers: Headers) -> str:
-        """Publish until the stream has stored the sequence. Return its failure, or "" for a good sequence. A sequence that is
+        """Publish a sequence, retrying until it is stored. Return its failure, or "" for a good sequence. A sequence that is
         invalid or larger than NATS's max_payload is stored as a failure without arrays or text."""
         name = sequence.sequence_id
 
@@ -400,8 +400,8 @@ class GenerationLoop:
         return (group, samples, trace_in(delivery.headers)) if samples else None
 
     async def _handed_back(self, group: PromptGroup, samples: list[int]) -> bool:
-        """Hand back samples that were not started. Wait until the stream has stored their message. Return False if the message
-        is invalid or too large."""
+        """Publish samples that were not started, so that another actor generates them. Wait until the stream has stored their
+        message. Return False if the message is invalid or too large."""
         try:
             await publish_samples(self.bus, self.held[group.group_id], samples, self.instance)
         except (MessageError, PayloadTooLarge) as error:
@@ -418,9 +418,9 @@ class GenerationLoop:
         return True
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
-        """Store a message as a dead letter for people (`pipelinerl dead-letters`), end its samples as failed sequences, and
-        then acknowledge it. A letter that would be too large omits the message. If the letter cannot be stored, NATS delivers
-        the message again. `group` is None if the message does not identify its group."""
+        """Store the message as a dead letter (see `pipelinerl dead-letters`). Then end its samples as failed sequences and
+        acknowledge it. If the letter would be too large, it omits the prompt group. If the letter cannot be stored, NATS
+        delivers the message again. `group` is None if the message does not identify its group."""
         letter = sequences.DeadLetter(
             run=self.bus.run,
             msg_id=delivery.msg_id,

@@ -51,7 +51,7 @@ class HeldGroup:
     group: PromptGroup
     messages: dict[int, HeldMessage] = field(default_factory=dict)
     partials: dict[int, PartialSequence] = field(default_factory=dict)
-    """By sample index: all known tokens of a sample that is not stored yet."""
+    """All known tokens of each sample that is not stored yet, by sample index."""
 
     @property
     def missing(self) -> set[int]:

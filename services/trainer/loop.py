@@ -196,9 +196,9 @@ class OptimizerLoop:
         self._base: Logprobs | None = None
         """Log-probabilities of the probe when this trainer started; with adapters, those of the initial model."""
         self._carried_s: dict[str, float] = {}
-        """Seconds by activity after the last step. They count in the next step's record."""
+        """Seconds spent since the last step's record, by activity. The next step's record includes them."""
         self._passed_over = False
-        """True if the current version was not sent, because the commit of an earlier one waits for a measurement to end."""
+        """True if the current version was not sent, because an earlier version is committed only when a measurement ends."""
         self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0
         self._closed = self.stopping = False
         self.version = start.version
@@ -417,8 +417,8 @@ class OptimizerLoop:
         return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begin to send the current version, unless the commit of an earlier one waits for a measurement to end. `measure`: the
-        current version is measured next, so first wait for a running measurement."""
+        """Begin to send the current version, unless an earlier one is committed only when a measurement ends. In conventional
+        mode, wait until the version is served. `measure`: it is measured next, so first wait for a running measurement."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()
@@ -461,7 +461,7 @@ class OptimizerLoop:
             await self._offer(self._carried_s)
 
     def _due(self, every_steps: int) -> bool:
-        """Return whether a measurement of every `every_steps`-th version (0 = none) is due. Unsent versions are skipped."""
+        """Return whether a measurement every `every_steps` steps (0 = none) is due. Conventional mode skips unsent versions."""
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _check_policy(self) -> None:
@@ -493,8 +493,8 @@ class OptimizerLoop:
         return scores
 
     def _measure(self, trained: Logprobs | None, *, evaluate: bool) -> None:
-        """Start to measure the version that was just offered. Training continues meanwhile, but later versions are not
-        committed. `trained`: the trainer's scores of the probe; None = no probe."""
+        """Start to measure the version that was just offered. Training continues meanwhile, but no later version is committed
+        before the end. `trained`: the trainer's scores of the probe; None = no probe."""
         self._measuring = asyncio.create_task(self._measure_version(self.version, trained, evaluate))
 
     async def _measured(self) -> None:

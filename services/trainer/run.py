@@ -171,7 +171,7 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Wait for the expected actors. At the timeout, raise `ServiceError`; only warn with `linger` or while actors start."""
+        """Wait for the expected actors. After a timeout, raise `ServiceError` unless `linger` is set or actors are starting."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:
@@ -239,7 +239,7 @@ class TrainingRun:
                 await asyncio.sleep(LOAD_EVERY_S)
 
     async def _ask_load(self, name: str, address: str, loads: dict[str, ActorState]) -> None:
-        """Update the actor's entry in `loads` until cancelled. After an error, open a new channel."""
+        """Update the actor's entry in `loads` until cancelled. After an error, remove it and open a new channel."""
         while True:
             try:
                 async with self._calls_to(name, address) as stub:
@@ -277,7 +277,7 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
 
 
 async def _wait_at_end(work: Coroutine[Any, Any, None], most_s: float, lacking: str) -> None:
-    """Wait for `work` at most `most_s` seconds. If it takes longer or is stopped, log `lacking`, what the run then lacks."""
+    """Wait for `work` at most `most_s` seconds. `lacking`: error to log if this takes longer or is stopped."""
     try:
         async with asyncio.timeout(most_s):
             await work

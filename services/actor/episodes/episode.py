@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 CALL_SLACK_S = 30.0
 """Seconds added to an episode's time limit, to get the timeout of the call to its verifier."""
 MOST_RUNS = 5
-"""An episode fails after this many runs that requested turns and then lost their verifier."""
+"""An episode fails after this many runs of its environment that requested turns and then lost their verifier."""
 NO_TURNS = "no_turns: the environment ended without requesting a turn"
 _BACKOFF = Backoff(first_s=0.1, most_s=5.0, jitter=0.5)
 
 Sample = Callable[[TokenIds, Completion, SamplingParams, int], Awaitable[Completion]]
-"""`sample(context_token_ids, made, sampling, number)` continues the turn `made` to its end, or to an interruption
-(`finish_reason` None). `sampling.max_tokens` bounds the whole turn. `number` counts from 0. Raises `EngineError`."""
+"""`sample(context_token_ids, made, sampling, number)` continues the turn `made` until it ends or is interrupted
+(`finish_reason` None). `sampling.max_tokens` limits the whole turn. `number` counts calls from 0. Raises `EngineError`."""
 
 
 class Refused(PipelineRLError):
@@ -66,7 +66,7 @@ class RecordedTurn:
     made: Completion = field(default_factory=Completion)
     extends: RecordedTurn | None = None
     asked: SamplingParams | None = None
-    """Sampling parameters of this actor's last request for the turn; None before it."""
+    """Sampling parameters of the last request for the turn on this actor; None if there was no request."""
     messages: Any = None
     """History up to the turn's message, for `endpoint.context_of`; None if the turn was not served as a message."""
 
@@ -95,7 +95,7 @@ class Episode:
     """Maximum number of turns in one run of the environment. Turns whose client hung up count, too."""
     max_context: int
     turn_timeout_s: float
-    """Maximum seconds for a turn, including the wait until the `Sampler` may decode it."""
+    """Maximum seconds for a turn, including the wait for one of the `Sampler`'s places."""
     failure: str = field(default="", init=False)
     """Why the engine or a deadline ended the episode, or empty. If set, all further requests are refused."""
 
@@ -172,8 +172,8 @@ class Episode:
         return turn
 
     def _known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
-        """Return the first recorded turn with this context and these parameters that is not in `served`. If the turn
-        comes from another actor, its parameters are unknown, and only its length must fit."""
+        """Return the first recorded turn with this context and these parameters that is not in `served`. The parameters
+        of a turn from another actor are unknown; such a turn only must not be longer than `sampling.max_tokens`."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
             fits = turn not in self.served and (is_short if turn.asked is None else turn.asked == sampling)
@@ -182,7 +182,7 @@ class Episode:
         return None
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
-        """Return the longest turn that the context extends. Of equally long turns, prefer one that no other extends."""
+        """Return the longest served turn with which the context begins. Of several, prefer one that no other turn extends."""
         served = [turn for turn in self.turns if turn in self.served]
         extended, known = {id(turn.extends) for turn in served}, [(turn, turn.token_ids) for turn in served if turn.is_finished]
         starts = [(turn, len(own)) for turn, own in known if np.array_equal(context_token_ids[: len(own)], own)]
@@ -365,7 +365,7 @@ def sequence_of_episode(
 
 
 def _branches(turns: list[RecordedTurn]) -> tuple[Branch, ...]:
-    """Arrange turns in branches. If several turns extend the same turn, only the first continues its branch."""
+    """Arrange turns in branches. If several turns extend one turn, the first continues its branch; each other begins one."""
     paths: dict[int, list[RecordedTurn]] = {}  # by the id of the path's last turn
     for turn in turns:
         paths[id(turn)] = [*paths.pop(id(turn.extends), []), turn]

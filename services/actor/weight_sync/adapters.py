@@ -39,7 +39,7 @@ from pipelinerl.transfer.manifest import Manifest, ManifestDiffers
 CONFIG = "pipelinerl_lora"
 """Key under which vLLM's `additional_config` holds the recipe's `trainer.lora`."""
 LINEAR = (ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
-"""Layers that compute nothing besides their linear method. Subclasses, which may compute more, are not adapted."""
+"""Layers that compute nothing besides their linear method. Subclasses may compute more and get no adapter."""
 
 Named = tuple[str, Tensor]
 
@@ -94,7 +94,7 @@ def _part_sizes(layer: LinearBase) -> list[int]:
 
 
 def _whole_sizes(layer: LinearBase) -> list[int]:
-    """Return the output features of each part, over all ranks. Replicated key and value heads count once."""
+    """Return the output features of each part of a layer, over all ranks. Replicated key and value heads count once."""
     if isinstance(layer, QKVParallelLinear):
         keys = layer.total_num_kv_heads
         return [layer.total_num_heads * layer.head_size, keys * layer.head_size, keys * layer.v_head_size]
@@ -107,7 +107,7 @@ class Place:
 
     layer: LinearBase
     rows: int
-    """Output features over all tensor-parallel ranks."""
+    """Number of output features over all tensor-parallel ranks."""
     part: int = 0
     shard: str | int | None = None
 
@@ -159,7 +159,7 @@ class AdapterLoader:
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         self._mapper, self._places = mapper and mapper.get_rename_mapper(), places
         self._factors: dict[str, tuple[Place, bool]] = {}
-        """For each factor's name: its place, and whether it is an A."""
+        """By a factor's name: its place, and True for a factor A or False for a factor B."""
         self._staged: dict[int, tuple[AdaptedLinearMethod, Tensor, Tensor]] = {}
 
     def check(self, manifest: Manifest) -> None:

@@ -50,7 +50,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._whole: dict[bool, tuple[Loader, str]] = {}
-        """The newest loader of full weights, and why it is not the shadow loader, under its `force_paused`."""
+        """By `force_paused`: the newest loader of full weights, and the reason why it is not the shadow loader."""
         self._worker: TransferWorker | None = None
         self._places = install(model, vllm_config, device)
         self._base_replaced = False

@@ -130,7 +130,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
 
 
 def _of_any_rank(reason: str, peers: Any) -> str:
-    """Return this rank's reason against a loader, or a general one if only another rank has one. All ranks must call this."""
+    """Return `reason`, or a general reason if only another rank has one; empty if no rank has one. All ranks must call this."""
     there = torch.tensor(int(bool(reason)))
     torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX, group=peers.cpu_group)
     return reason or ("another rank of this actor cannot prepare weights while it generates" if there else "")

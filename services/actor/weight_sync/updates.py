@@ -310,12 +310,12 @@ class UpdateListener:
 
     @property
     def _is_behind(self) -> bool:
-        """Return whether the log has a newer version than the served one, and this actor is prepared for its manifest."""
+        """Return whether the log's newest version is newer than the served one, and this actor is prepared for its manifest."""
         newest, served = PolicyVersion(self._published.incarnation, self._published.version), self._gate.served
         return self._published.manifest_id == self.manifest_id != "" and (served is None or newest > served)
 
     async def _catch_up(self) -> None:
-        """Serve the newest version of the log, and again while a newer one has been published. Raises `CommitFailed`."""
+        """Serve the newest version of the log. Repeat this until no newer version has been published. Raises `CommitFailed`."""
         while self._is_behind:
             what = "serve a version of the weight log"
             await retry_forever(self._serve_from_log, what, retried=is_transfer_error, backoff=LOG_BACKOFF)
@@ -381,7 +381,7 @@ class UpdateListener:
         log.info("the engine sleeps after version %s, and the trainer uses the GPU", version)
 
     async def _stop_receiving(self) -> None:
-        """Cancel a running receive and withdraw a staged version. Bounded in time, because a stuck transfer is abandoned."""
+        """Cancel a running receive and withdraw a staged version. This takes a limited time: a stuck transfer is abandoned."""
         task, self._receiving, self._expected = self._receiving, None, None
         unfinished = task is not None and not task.done()
         if task is not None:

@@ -129,7 +129,7 @@ class Receiver:
                 self._waited_s += time.monotonic() - started
 
     def _from_group(self, unpacker: Unpacker) -> Generator[tuple[str, Tensor], None, None]:
-        """Yield the parameters that become complete. Chunks that only other ranks lack are received and dropped."""
+        """Yield parameters as they become complete. Receive and drop the chunks that this rank has but other ranks lack."""
         first, num_kept = self.group.first_chunk(self.manifest.content(self.version)), len(self._checksums)
         if first > num_kept:
             raise GroupFailed("", f"version {self.version} continues with chunk {first}, but only {num_kept} chunks came")
@@ -365,7 +365,7 @@ class TransferWorker:
             self.loader.drop()
 
     def _discard(self) -> None:
-        """Withdraw a staged version. Its chunks, and those of a broken transfer, are kept until another version comes."""
+        """Withdraw a staged version. Keep its chunks, and those of a broken transfer, until another version comes."""
         self._staged = None
         with self._discarding:
             self._discards -= 1

@@ -146,12 +146,12 @@ class Checkpointer:
         return await asyncio.shield(task)
 
     async def _idle(self) -> None:
-        """Wait until no checkpoint is being written, because the next one is copied into the same memory."""
+        """Wait until no checkpoint is being written. Only then can the next one be copied into the same memory."""
         while self._newest is not None and self._busy:
             await asyncio.wait({self._newest[1]})
 
     async def _start(self, *, anew: bool = False) -> asyncio.Task[WrittenCheckpoint]:
-        """Start a checkpoint of the current version. Unless `anew`, reuse an earlier one that did not fail."""
+        """Start a checkpoint of the current version. Unless `anew`, return its earlier one if that has not failed."""
         state = self._capture()
         version = state.policy_version
         if not anew and self._newest is not None and self._newest[0] == version:

@@ -117,7 +117,7 @@ class Evaluator:
         self._recipe, self._updater, self._run = recipe, updater, run
         self._samples = recipe.evaluation.samples
         self._problems = [problem for problem in problems for _ in range(self._samples)]
-        """Problem of each requested answer, by the answer's number. Answers to the same problem are adjacent."""
+        """Problem of each requested answer; its index is the answer's number. Answers to the same problem are adjacent."""
         self._incarnation, self._calls_to, self._timeout_s = incarnation, calls, recipe.evaluation.timeout_s
         self.tolerance, self._of_median = probe_tolerance(recipe), in_sixteen_bits(recipe)
         num_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
@@ -130,7 +130,7 @@ class Evaluator:
             return self._result(version, await self._answers(version, trace_of(span)))
 
     async def _answers(self, version: int, trace: Trace) -> dict[int, Sequence]:
-        """Request answers from the actors until none is missing, no actor answers, or the time is over."""
+        """Request answers from the actors in rounds, until none is missing, a round brings none, or the time is over."""
         done: dict[int, Sequence] = {}
 
         async def ask(name: str, address: str, asked: list[int]) -> None:
@@ -163,7 +163,7 @@ class Evaluator:
         return done
 
     def _request(self, asked: Iterable[int], version: int) -> tuple[actor_pb2.GenerateRequest, dict[str, int]]:
-        """Return a request for as many of the `asked` answers as fit into one call, and their numbers by group id."""
+        """Return a request for as many of the `asked` answers as one call can have, and these answers' numbers by group id."""
         request, numbers, num_bytes = actor_pb2.GenerateRequest(), dict[str, int](), 0
         for number in asked:
             group = self._group(number, version)
@@ -193,7 +193,7 @@ class Evaluator:
         return {name: list(own) for name, own in groupby(numbers, key=lambda number: self._problems[number].task)}
 
     def _is_of(self, version: int, answer: Sequence) -> bool:
-        """Return whether an answer is final: it failed, or `version` sampled all of it. Other answers are requested again."""
+        """Return whether an answer is final: it failed, or only `version` sampled it. Other answers are requested again."""
         if answer.failure:
             log.warning("held-out problem %s failed: %s", answer.group_id, answer.failure)
             return True
@@ -225,7 +225,7 @@ class Evaluator:
         return HeldoutResult(version, overall, num_tokens, tuple(answers[one] for one in self._shown(answers)), sets)
 
     def _shown(self, answers: Iterable[int]) -> list[int]:
-        """Return the numbers of the answers to show: four, or one of each set if there are more sets. Sets take turns."""
+        """Return the numbers of the answers to show: four, or one of each set if there are more than four sets."""
         by_set = self._by_task(sorted(answers)).values()
         in_turn = [number for numbers in zip_longest(*by_set) for number in numbers if number is not None]
         return in_turn[: max(4, len(by_set))]

@@ -74,7 +74,7 @@ class GroupTokens:
 
     key: bytes
     first_group: int = 0
-    """Number of the first group that needs a token. Earlier groups may have been issued with another key."""
+    """Number of the first group whose token is checked. Earlier groups may have been issued with another key."""
 
     def of(self, group_id: str) -> bytes:
         return hmac.digest(self.key, group_id.encode(), "sha256")[:_TOKEN_BYTES]
@@ -106,11 +106,11 @@ class Feeder:
         self._look.set()
         self._unusable_in_a_row = 0
         self.refused: dict[str, str] = {}
-        """The first message for each reason why prompts were left out."""
+        """By each reason why prompts were left out: its first message."""
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None
-        """Checks proofs that an actor received a group. While this is None, sequences need no proof; `take_over` sets it."""
+        """Tokens that prove that an actor received a group. `take_over` sets them. If None, no sequence needs a proof."""
 
     @property
     def room(self) -> IssueRoom:
@@ -215,7 +215,7 @@ class Feeder:
         )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
-        """End a group that cannot be published, or whose prompt leaves no room for a completion. Another group replaces it."""
+        """Leave out a group that cannot be published, or whose prompt leaves no room for a completion. Another replaces it."""
         log.warning("leaving out problem %d of %s (%s): %s", group.problem_index, group.task, reason, detail)
         self.tracker.refuse(group, reason)
         self.refused.setdefault(reason, f"{reason}: problem {group.problem_index} of {group.task}: {detail}")

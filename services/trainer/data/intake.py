@@ -32,10 +32,10 @@ from services.trainer.learn.batch import TrainingGroup
 log = logging.getLogger(__name__)
 
 STEPS_IN_A_ROW, FEWEST_IN_A_ROW = 10, 200
-"""Default of `trainer.give_up_after_groups`: the groups of `STEPS_IN_A_ROW` steps, but at least `FEWEST_IN_A_ROW`."""
+"""Default of `trainer.give_up_after_groups`: the number of groups in `STEPS_IN_A_ROW` steps, but at least `FEWEST_IN_A_ROW`."""
 MOST_IN_VAIN = 16
-"""A run that began without a checkpoint ends if a task's first `MOST_IN_VAIN + sampling.group_size` rewards all time out. Tasks
-with a judge are exempt."""
+"""The run ends if a task's first `MOST_IN_VAIN + sampling.group_size` rewards all time out. This applies neither to tasks with
+a judge nor to a trainer that resumed from a checkpoint."""
 _FIXES = {
     "equal rewards": "turn algorithm.filter_equal_rewards off, start from a better policy, or choose easier problems",
     "reward_": "correct the reward function, or choose another reward.scorer; the trainer's log has each error",
@@ -114,7 +114,7 @@ class Intake:
         """Tokens that arrived since this trainer started. `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """First full reason of a failure, by its short reason."""
+        """By the short reason of failures: the first full reason."""
         # For each task without a judge, the number of reward timeouts before its first reward.
         self._in_vain = {name: 0 for name, share in recipe.mixture.items() if share.reward.judge is None}
         self.quarantine = Quarantine(recipe.weights.verify_logprobs)
@@ -181,7 +181,7 @@ class Intake:
 
     def _read(self, entry: LogEntry) -> Sequence | None:
         """Return the sequence in a log entry. If the entry is unusable, return a failed sequence for the pending sample that it
-        names, or None if it names none."""
+        names, or None if it names no pending sample."""
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:
@@ -201,7 +201,7 @@ class Intake:
         return tokens is None or tokens.prove(group_id, token)
 
     def _set_aside(self, what: str, sequence_ids: tuple[str, ...], failure: str) -> Sequence | None:
-        """Count a bad message. If it took the place of a pending sample, return a failed sequence for that sample."""
+        """Count a bad message. If one of `sequence_ids` is a pending sample's, return a failed sequence for that sample."""
         self.bad_messages += 1
         log.error("cannot use %s: %s", what, failure, extra=AGGREGATED)
         for sequence_id in sequence_ids:
@@ -233,7 +233,7 @@ class Intake:
         self._feeder.look_again()
 
     def _count_timeout(self, sequence: Sequence) -> None:
-        """Raise `FieldError` if the first rewards of the sequence's task have all timed out."""
+        """Count a reward's timeout. Raise `FieldError` if the first rewards of the sequence's task have all timed out."""
         if not sequence.failure:
             self._in_vain.pop(sequence.task, None)
         elif sequence.failure.startswith("reward_timeout") and sequence.task in self._in_vain:
@@ -263,7 +263,7 @@ class Intake:
         return ()
 
     def _fresh(self, sequences: tuple[Sequence, ...], version: int) -> TrainingGroup | None:
-        """Close stale samples and those of quarantined actors. Return the other samples; None if too few are left."""
+        """Close stale samples and those of quarantined actors. Return a group of the others; None if these are too few."""
         algorithm = self._recipe.algorithm
         if refused := [sequence for sequence in sequences if self.quarantine.failure_of(sequence)]:
             self._tracker.close(refused, Outcome.FAILED, QUARANTINED)

@@ -193,7 +193,7 @@ def _value_factor(config: TrainerConfig) -> float:
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a float32 parameter unchanged. For others, return a float32 copy that takes over each new gradient."""
+    """Return a float32 parameter unchanged. For another dtype, return a float32 copy, to which each new gradient is moved."""
     if parameter.dtype == torch.float32:
         return parameter
     master = nn.Parameter(parameter.detach().float())

@@ -33,7 +33,7 @@ from services.trainer.learn.policy import Policy
 from services.trainer.world import ADAPTER, BATCHES, END, SCORE, TRAIN, USE, WEIGHTS, Message, RankLayout, World
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one rank, or of the ranks that split each row's tokens. All shares of a step have equally many."""
+"""Micro-batches of one rank, or of several ranks that split each row. All shares of a step have the same number of them."""
 
 
 def batch_message(version: int, share: Share) -> Message:
@@ -66,7 +66,7 @@ class PreparedStep:
     phases_s: Mapping[str, float]
     """Seconds of the phases `plan` and `build`. They run during the previous step if the batch is complete in time."""
     sampled: Mapping[str, list[int]]
-    """For each of `meter.sampled_sequences`, by id: the positions of its branches in the step."""
+    """By the id of each of `meter.sampled_sequences`: the positions of its branches in the step."""
     actors: tuple[str, ...]
     """Names of the actors that sampled the sequences. `HostMicroBatch.actors` has indices into it."""
 
@@ -104,7 +104,7 @@ class Learner:
         self._phases = meter.PhaseTimer(partial(torch.cuda.Event, enable_timing=True) if policy.device.type == "cuda" else None)
         other_terms = self.reference is not None or algorithm.entropy_coefficient > 0
         self._sent: set[PreparedStep] = set()
-        """Steps with unfinished sends. If Python deleted a send too early, gloo would deliver no later message on its link."""
+        """Steps with unfinished sends, kept here because gloo would stop delivering if Python deleted a send too early."""
         self._only_advantages = algorithm.advantage != "value" and not other_terms
         """True if a sequence with advantage 0 has no gradient."""
 

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 PAGE_STATE_EVERY_S = 1.0
 MOST_SPREADS = 24
 SAMPLES_READ = 256
-"""For the page, a resumed run reads this many of the first samples, and as many of the last."""
+"""Number of first samples, and of last samples, that a resumed run reads for the page."""
 
 
 class Recorder:

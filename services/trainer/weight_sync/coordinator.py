@@ -25,7 +25,7 @@ from statistics import median
 from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serving, Staged
 
 MOST_RESTARTS = 3
-"""Maximum number of retries of one version with the same members. Then each member must succeed alone before it rejoins."""
+"""Maximum number of retries of a version with the same members. If all fail, each member must succeed alone to rejoin."""
 SLOW = 4.0
 """A member may take up to this multiple of the members' median time. `WeightUpdater.limit_s` applies it to transfers, too."""
 TRAINER = ""

@@ -54,7 +54,7 @@ class UpdateObserver(Protocol):
 
 
 MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
-"""`joining`: on a side group, or reading its first version from the weight log. `waiting`: the actor serves no version or an
+"""`joining`: in a side group, or reading its first version from the weight log. `waiting`: the actor serves no version or an
 old one. `leaving`: it is shutting down."""
 MOST_AT_ONCE = 4
 """Maximum number of side groups. One of them is reserved for newcomers."""

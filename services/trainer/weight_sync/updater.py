@@ -43,7 +43,7 @@ MEETING_SHARE = 0.8
 and only these are evicted. At the deadline itself, all members would be evicted."""
 PATIENCE_S = 3.0
 """Maximum seconds to wait for a group's next member to connect. It applies only if each member has served a version. A dead
-member is thus noticed long before its registration expires. A slow one is excluded, too, and returns on a side group."""
+member is thus noticed long before its registration expires. A slow one is excluded, too, and returns through a side group."""
 GATHER_S = 5.0
 """Maximum seconds to wait for further joining actors before a side group is opened; less if the last transfer took less."""
 ASSUMED_BYTES_PER_S = 40e6
@@ -529,8 +529,8 @@ class WeightUpdater:
                     self.on_change()
 
     async def _tend_sides(self, *, gathered: bool = False) -> None:
-        """Remove gone actors, and members of the epoch, from side groups. Open the side groups that other actors need, after a
-        wait for more joining actors. `gathered`: this wait is over."""
+        """Remove from side groups the actors that are gone or in the main epoch. If other actors need a side group, wait for
+        further ones, then open the group. `gathered`: this wait is over."""
         for session in list(self._sides):
             if outdated := self.roster.outdated(session.joiners, self._main.coordinator.members):
                 await self._step_side(session, c.MembersLeaving(outdated, "it is gone, or in the epoch", still_running=False))

@@ -67,7 +67,7 @@ class Test:
     call: str = ""
     returned: Any = None
     in_list: bool = False
-    """True if a list `returned` of one element may also stand for this element, as in APPS."""
+    """True if the program may also return the only element of the list `returned`, as in APPS."""
     statements: str = ""
 
 
@@ -211,7 +211,7 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
-    """Return the test that `name(*put)` is `got`. A string `put` has one argument in JSON per line; then `got` may be JSON."""
+    """Return the test that `name(*put)` is `got`. A string `put` has a JSON argument per line, and a string `got` is JSON."""
     if isinstance(put, str):
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
