@@ -266,7 +266,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancel tasks and wait until they have ended. The task group raises their errors."""
+    """Cancel tasks and wait until they have ended. The task group that contains them raises their errors."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

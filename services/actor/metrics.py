@@ -27,7 +27,7 @@ IGNORED_FIELDS = (
     *("chat_template_kwargs", "frequency_penalty", "logit_bias", "logprobs", "min_p", "min_tokens", "presence_penalty"),
     *("reasoning_effort", "repetition_penalty", "response_format", "seed", "temperature", "tool_choice", "top_k", "top_p"),
 )
-"""Ignored fields of environments' requests. They would change how the policy's turns are sampled, or the answer's form."""
+"""Fields that the actor ignores in environments' requests. They would change how turns are sampled, or the answer's form."""
 
 
 class BusyClock:

@@ -59,7 +59,7 @@ def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path
 
 
 def _cause(torch: Any, environment: Mapping[str, str], nodes: Path) -> str:
-    """Return the probable cause and its fix, as the rest of a sentence."""
+    """Return the probable cause of an error and the fix, for the end of the error's message."""
     files = (node for node in sorted(nodes.glob("nvidia*")) if not node.is_dir())
     locked = [str(node) for node in files if not os.access(node, os.R_OK | os.W_OK)]
     if locked:

@@ -175,7 +175,7 @@ class RewardPool:
 
     async def _serve(self, worker: WorkerProcess) -> Loss:
         """Score items of the queue, one at a time, until the worker ends or a reward misses its deadline. Return which of
-        these happened. Wait until a caller adds an item, then for the worker's result."""
+        these happened. If the queue is empty, wait for an item."""
         worker.ended.add_done_callback(lambda _: self._filled.set())
         while True:
             while not self._jobs and not worker.ended.done():

@@ -60,7 +60,7 @@ class Limits:
     timeout_s: float = 5.0
     """Maximum wall-clock seconds, from which the CPU limit per process follows."""
     memory_mib: int = 512
-    """Address space, including the interpreter's."""
+    """Maximum address space of a process, including the interpreter's."""
     output_bytes: int = 65_536
     """Maximum size of standard output, of standard error, and of each file that the program writes."""
 
@@ -95,14 +95,14 @@ _OWN_STATE = (
 )
 _PAIRS = "recvfrom recvmsg recvmmsg shutdown getsockopt getsockname getpeername"
 _SETSOCKOPT = (*product((1,), (2, 9, 13, 20, 21)), *product((6,), (1, 4, 5, 6, 18)))
-"""Permitted levels and options. SOL_SOCKET (1): SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER and timeouts. TCP (6): TCP_NODELAY, the
-keepalive settings and TCP_USER_TIMEOUT. None of them enlarges a socket's buffers, whose memory no limit counts."""
+"""Permitted levels and options of setsockopt. SOL_SOCKET (1): SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER and timeouts. TCP (6):
+TCP_NODELAY, keepalive settings and TCP_USER_TIMEOUT. None of them enlarges a socket's buffers, whose memory no limit counts."""
 _SIGNALS = "kill tkill tgkill"
 _SESSIONS = "setsid setpgid pidfd_open"
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
-"""Permitted commands: duplication, flags, locks and pipe sizes."""
+"""Permitted commands of fcntl: duplication, flags, locks and pipe sizes."""
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Permitted requests: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+"""Permitted requests of ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _STREAM, _SEQPACKET, _MSG_FASTOPEN = 1, 5, 0x20000000
 _ALLOW, _ASK, _REFUSE = 0x7FFF0000, 0x7FC00000, 0x00050000
 _EQUAL, _MASKED_EQUAL = 4, 7
@@ -210,7 +210,7 @@ def landlock_version() -> int:
 
 
 def _restrict_files(readable: Iterable[str | Path], connect_port: int | None) -> None:
-    """Use Landlock to allow only: read and execute below `readable`, use two devices, and connect to one TCP port."""
+    """Use Landlock to permit only reads and execution below `readable`, two devices, and TCP connections to `connect_port`."""
     version = landlock_version()
     rights = (1 << (16 if version >= 5 else 15)) - 1  # all that this version can forbid
     rules = struct.pack("QQQ", rights, 3 if version >= 4 else 0, _SCOPES if version >= 6 else 0)

@@ -373,7 +373,7 @@ class TransferWorker:
                 self._aborted.clear()
 
     def _abort(self) -> None:
-        """Make orders fail until all Discards received so far have been performed, or for good if the connection has ended."""
+        """Make orders fail until all `Discard`s received so far have been performed. If the connection has ended, all fail."""
         with self._discarding:
             self._discards += 1
             self._aborted.set()

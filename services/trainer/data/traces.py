@@ -20,7 +20,7 @@ from pipelinerl.telemetry import attributes as a
 from pipelinerl.telemetry.tracing import Trace, child, root, trace_in, trace_of
 
 MOST_OPEN = 100_000
-"""Maximum number of sequences in progress whose traces are kept. Beyond it, the oldest trace gets no end span."""
+"""Maximum number of sequences in progress whose traces are kept. If there are more, the oldest trace gets no end span."""
 
 
 class SequenceTraces:

@@ -211,7 +211,7 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
-    """Return the test that `name(*put)` is `got`. A string `put` has a JSON argument per line, and a string `got` is JSON."""
+    """Return the test that `name(*put)` is `got`. If `put` is a string, its lines are JSON, and so is a string `got`."""
     if isinstance(put, str):
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got

@@ -20,7 +20,7 @@ from mpmath import mp, mpc, mpf
 
 MOST_CHARACTERS = 2000
 _EXACT_BITS = 65_536
-"""Maximum size of exact numbers, in bits; 2004! has 19,000."""
+"""Maximum size of exact numbers, in bits. For comparison, 2004! has 19,000 bits."""
 _PRECISION_BITS, _RANGE_BITS, _EQUAL_BITS = 1000, 450, 930
 """Precision of inexact numbers, the bound of their binary exponents, and the number of bits that must agree."""
 
