@@ -494,7 +494,7 @@ class OptimizerLoop:
 
     def _measure(self, trained: Logprobs | None, *, evaluate: bool) -> None:
         """Start to measure the version that was just offered. Training continues meanwhile, but no later version is committed
-        before the end. `trained`: the trainer's scores of the probe; None = no probe."""
+        before the measurement ends. `trained`: the trainer's scores of the probe; None = no probe."""
         self._measuring = asyncio.create_task(self._measure_version(self.version, trained, evaluate))
 
     async def _measured(self) -> None:

@@ -171,7 +171,7 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Wait for the expected actors. After a timeout, raise `ServiceError` unless `linger` is set or actors are starting."""
+        """Wait for the actors. After a timeout, wait on if `linger` is set or actors start; else raise `ServiceError`."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:

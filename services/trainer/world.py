@@ -26,7 +26,7 @@ from pipelinerl.service.settings import RankSettings
 
 TRAIN, USE, SCORE, SAVE, HEARTBEAT, END = "train", "use", "score", "save", "beat", "end"
 WEIGHTS, ADAPTER, VALUE_HEAD = "weights", "adapter", "value head"
-"""Kinds of rank 0's orders. By `WEIGHTS`, `ADAPTER` or `VALUE_HEAD`, it orders all ranks to gather these parameters."""
+"""Kinds of rank 0's orders. With `WEIGHTS`, `ADAPTER` or `VALUE_HEAD`, it orders all ranks to gather these parameters."""
 BATCHES = "batches"
 """Kind of the messages with a step's batches."""
 

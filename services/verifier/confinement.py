@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
 MOST_PROCESSES, MOST_THREADS = 64, 512
-"""Limits of a sandboxed reward worker or episode; the second also of a tested program. Simultaneous starts may exceed both."""
+"""Limits of a sandboxed reward worker or episode; `MOST_THREADS` also of a program. Simultaneous starts may exceed both."""
 _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
 """SECCOMP_IOCTL_NOTIF_RECV and SECCOMP_IOCTL_NOTIF_SEND. Their structures have 80 and 24 bytes."""
 _GO_ON = 1

@@ -173,7 +173,7 @@ class Episode:
 
     def _known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
         """Return the first recorded turn with this context and these parameters that is not in `served`. The parameters
-        of a turn from another actor are unknown; such a turn only must not be longer than `sampling.max_tokens`."""
+        of a turn from another actor are unknown. Such a turn fits if it has at most `sampling.max_tokens` tokens."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
             fits = turn not in self.served and (is_short if turn.asked is None else turn.asked == sampling)

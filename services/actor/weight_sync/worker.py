@@ -373,7 +373,7 @@ class TransferWorker:
                 self._aborted.clear()
 
     def _abort(self) -> None:
-        """Make orders fail until all `Discard`s received so far have been performed. If the connection has ended, all fail."""
+        """Make orders fail until all `Discard`s received so far have been performed. After the connection's end, all fail."""
         with self._discarding:
             self._discards += 1
             self._aborted.set()

@@ -257,8 +257,8 @@ class Evaluator:
 
 
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25
-"""Allowed difference in nats, of every token in float32, or of the median token in 16 bits. In 16 bits, rounding can send a
-token of a mixture of experts to other experts and change its log-probability by whole nats (docs/weight-updates.md)."""
+"""Allowed difference of log-probabilities, in nats: of every token in float32, or of the median token in 16 bits. In 16 bits,
+rounding can change the log-probability of a token in a mixture of experts by whole nats (docs/weight-updates.md)."""
 SHARE_TOLERANCE = 0.1
 """Allowed distance of `served_share` from 1, in addition to the error that rounding explains."""
 

@@ -106,7 +106,7 @@ class Feeder:
         self._look.set()
         self._unusable_in_a_row = 0
         self.refused: dict[str, str] = {}
-        """By each reason why prompts were left out: its first message."""
+        """For each reason why prompts were left out: its first message."""
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None

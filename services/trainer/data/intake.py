@@ -114,7 +114,7 @@ class Intake:
         """Tokens that arrived since this trainer started. `tokens_arrived` continues from the checkpoint."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
-        """By the short reason of failures: the first full reason."""
+        """For each short reason of a failure: the full reason of the first such failure."""
         # For each task without a judge, the number of reward timeouts before its first reward.
         self._in_vain = {name: 0 for name, share in recipe.mixture.items() if share.reward.judge is None}
         self.quarantine = Quarantine(recipe.weights.verify_logprobs)
@@ -263,7 +263,7 @@ class Intake:
         return ()
 
     def _fresh(self, sequences: tuple[Sequence, ...], version: int) -> TrainingGroup | None:
-        """Close stale samples and those of quarantined actors. Return a group of the others; None if these are too few."""
+        """Close samples that are stale or of quarantined actors. Return the others as a group; None if too few are left."""
         algorithm = self._recipe.algorithm
         if refused := [sequence for sequence in sequences if self.quarantine.failure_of(sequence)]:
             self._tracker.close(refused, Outcome.FAILED, QUARANTINED)

@@ -37,7 +37,7 @@ from pipelinerl.v1.actor_pb2 import ActorState
 MOST_PENDING = 16
 """Maximum number of samples kept between two steps; the newest are kept."""
 STEPS_KEPT = 256
-"""Number of steps by which a reader may be behind without fetching everything again."""
+"""A reader that is behind by more than this number of steps must fetch everything again."""
 ASKED_WITHIN_S = 1.5
 
 

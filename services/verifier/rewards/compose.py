@@ -296,7 +296,7 @@ def _verl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
 
 
 def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
-    """Return TRL's arguments, lists of one element. In chat tasks and episodes, prompt and completion are messages."""
+    """Return TRL's arguments, each a list of one element. In chat tasks and episodes, prompt and completion are messages."""
     row, prompt, completion = _row(item, task), item.prompt, item.completion
     columns = {str(name): [value] for name, value in row.items() if name not in ("prompt", "completion")}
     if task.prompt_style != "chat" and not task.is_episodic:

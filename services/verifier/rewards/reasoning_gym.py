@@ -62,7 +62,7 @@ GUARDS: dict[str, Callable[[str], bool]] = {
     "spiral_matrix": is_board,
     "string_insertion": is_board,
 }
-"""By each family whose scorer evaluates the answer: a function that returns whether an answer may be evaluated."""
+"""For each family whose scorer evaluates the answer: a function that returns whether an answer may be evaluated."""
 
 
 def _every_node(answer: str, allowed: Callable[[ast.AST], bool]) -> bool:
