@@ -22,7 +22,7 @@ class PipelineRLError(Exception):
 
 
 class UserError(PipelineRLError, ValueError):
-    """A value that the user gave cannot be used."""
+    """The user must correct something: a value, a file, the installation or a permission."""
 
 
 class FieldError(UserError):

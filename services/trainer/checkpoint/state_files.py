@@ -112,7 +112,7 @@ class _Writer(dcp.FileSystemWriter):
 @torch.no_grad()
 def stage(learner: Learner, reused: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Copy this rank's share of `learner_state` into host memory, and wait for the copies. `reused`: an earlier result
-    that is already written; its memory is used again."""
+    that is no longer needed; its memory is overwritten."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in learner_state(learner).items():
         tensors[name] = reused[name] if reused is not None else _host_memory(tensor, learner.world.host_mesh)
