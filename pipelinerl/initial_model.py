@@ -1,6 +1,6 @@
-"""Find the initial policy of a run, and the cache folder of a model that a run unpacks or copies.
+"""Find the initial policy of a run. With `model.source` smollm2 or checkpoint, it is a folder of the cache.
 
-`services.trainer.initial_model` makes such a folder, and `services.actor.initial_model` fetches it from the trainer. A folder
+`services.trainer.initial_model` makes this folder, and `services.actor.initial_model` fetches it from the trainer. The folder
 is renamed into place as a whole, so that no process sees half a model.
 """
 

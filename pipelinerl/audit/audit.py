@@ -55,7 +55,7 @@ class Checkpoint:
 
 def _read_checkpoints(folder: Path, findings: Findings) -> list[Checkpoint]:
     """Return the resumable checkpoints, ordered by their journal length. An unreadable checkpoint becomes a finding. One that
-    the trainer removes during the call is left out."""
+    lacks a file is left out, since the trainer may be removing it."""
     found = []
     for resume in sorted(folder.glob("step-*/resume")):
         try:

@@ -98,17 +98,16 @@ def _resumed(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStac
             raise FieldError(option, str(value), "leave it out: a run that is resumed keeps its folder and its name")
     run_dir = find_run(args.resume, RESUME)
     stack.enter_context(run_dir.locked())
-    recipe, notes = resume(run_dir, args.recipe, overrides, args.reward_rows)
-    numbered, placement, gpus = placed_here(recipe, args.placement)
+    recipe, notes, (numbered, placement, gpus) = resume(run_dir, args.recipe, overrides, args.reward_rows, args.placement)
     write_placement(run_dir, recipe, placement)
     return numbered, run_dir, placement, [*notes, *gpus]
 
 
 def resume(
-    run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = (), reward_rows: int = 0
-) -> tuple[Recipe, list[str]]:
-    """Prepare a run's folder for a new start, with the recipe stored there or with the one named `recipe`. Return the recipe
-    and notes for the user. Raises `UserError`, and changes nothing, if the run cannot continue."""
+    run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = (), reward_rows: int = 0, placement: str = ""
+) -> tuple[Recipe, list[str], tuple[Recipe, Placement | None, list[str]]]:
+    """Prepare a run's folder for a new start, with the recipe stored there or with the one named `recipe`. Return the recipe,
+    notes for the user, and the result of `placed_here`. Raises `UserError`, and changes nothing, if the run cannot continue."""
     old = loading.read_recipe(run_dir.recipe)
     for field in read_json(run_dir.placement).get("automatic") or []:
         loading.set_value(old, field.split("."), "auto")  # A placement had replaced `auto` with a number.
@@ -130,6 +129,7 @@ def resume(
     examined = check_environment(new, reward_rows, modules or (run_dir.modules if run_dir.modules.is_dir() else None))
     warnings = [f"warning: {doubt}" for _, doubt in doubts(new, examined)]
     run_dir.check_space(RESUME, checkpoint_bytes(new, known_parameters(new.model)))
+    placed = placed_here(new, placement)
     run_dir.keep_modules(modules)
     for name in ("logs", "addresses"):
         (run_dir.path / name).mkdir(exist_ok=True)
@@ -144,7 +144,7 @@ def resume(
     schedule = new.trainer.schedule
     if schedule in ("linear", "cosine", "wsd") and any(one.field == "trainer.steps" for one in changes):
         notes.append(f"trainer.schedule = {schedule}: the decay now ends with the new last step")
-    return new, [*notes, *warnings]
+    return new, [*notes, *warnings], placed
 
 
 def scale(args: argparse.Namespace) -> int:

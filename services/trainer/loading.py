@@ -93,7 +93,7 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
 
 def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None, revision: str = "") -> Learner:
     """Return this rank's learner. All ranks must call this. `source`: folder or hub id of the model. `resume`: folder of the
-    state to continue from; only rank 0 passes it. `revision`: revision of the pod template; empty outside Kubernetes. Raises
+    state to continue from; only rank 0 reads it. `revision`: revision of the pod template; empty outside Kubernetes. Raises
     `ServiceError` if ranks differ in pipelinerl version, recipe or revision; also `FieldError` and the errors of `restore`."""
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)

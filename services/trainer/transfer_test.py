@@ -62,11 +62,12 @@ def acknowledge(index: int, host: str, port: int, within_s: float) -> None:
         else:
             store.wait(["received"], timedelta(seconds=within_s))
     except (DistError, RuntimeError) as error:
-        raise TransferError(f"end: pod {1 - index} has not reported success; see its log") from error
+        fault = f"this pod cannot report success: {error}" if index else "pod 1 has not reported success; see its log"
+        raise TransferError(f"end: {fault}") from error
 
 
 def pair(options: argparse.Namespace) -> None:
-    """Run the test as pod `options.index`. Raises `TransferError`, `FieldError`."""
+    """Run the test as pod `options.index`. Raises `TransferError`, `UserError` or, if the port is taken, `OSError`."""
     say = partial(print, flush=True)
     recipe, on_gpu = load_recipe(options.recipe), options.device == "cuda"
     if on_gpu and not torch.cuda.is_available():

@@ -195,7 +195,8 @@ async def test_the_number_over_full_marks_is_the_score_and_what_earns_nothing_an
         results = await scored(config, *(item(f"c{index}", index) for index in range(6)))
     assert [status_name(result.status) for result in results] == ["ok", "crashed", *["bad_reward"] * 4]
     assert (results[0].reward, dict(results[0].components)) == (pytest.approx(0.7), {"answer": pytest.approx(0.7)})
-    assert results[2].message == "reward.judge.pattern finds no number from 0 to 10 in the judge's answer: 'I cannot say'"
+    said = "the last match of reward.judge.pattern is not a number from 0 to 10 in the judge's answer: 'I cannot say'"
+    assert results[2].message == said
     assert all(result.reward == 0 for result in results[1:])
     with endpoint("SCORE: 10") as server:
         (result,) = await scored(reward(server.url, truncated="zero"), item("cut", finish_reason=FINISH_REASON_LENGTH))

@@ -59,11 +59,14 @@ def test_a_run_goes_on_with_its_recipe_from_its_newest_checkpoint(tmp_path: Path
     (run.checkpoints / ".step-140").mkdir()  # being written when the trainer died
     (tmp_path / "addresses").mkdir()
     run.address("nats").write_text("{}")  # of a process that is gone
-    recipe, notes = resume(find_run(tmp_path, RESUME))
+    with pytest.raises(FieldError, match="--placement"):
+        resume(run, placement="[[0], [1]]")
+    assert run.address("nats").exists(), "nothing changes before all checks"
+    recipe, notes, _ = resume(find_run(tmp_path, RESUME))
     assert (recipe.trainer.steps, notes) == (200, ["tiny-run: continues from the checkpoint of version 100"])
     assert newest_checkpoint(run.path) == 100
     assert list((tmp_path / "addresses").iterdir()) == []
-    recipe, notes = resume(run, None, ["trainer.steps=300"])
+    recipe, notes, _ = resume(run, None, ["trainer.steps=300"])
     assert (recipe.trainer.steps, notes[1]) == (300, "recipe changed: trainer.steps: 200 → 300")
     assert notes[2] == "trainer.schedule = cosine: the decay now ends with the new last step"
 
@@ -71,7 +74,7 @@ def test_a_run_goes_on_with_its_recipe_from_its_newest_checkpoint(tmp_path: Path
 def test_what_was_auto_is_auto_again(tmp_path: Path) -> None:
     run = run_folder(tmp_path, (5,), nproc=4)
     write_json(run.placement, {"trainer": [], "actors": [], "automatic": ["trainer.nproc"]})
-    recipe, notes = resume(run)
+    recipe, notes, _ = resume(run)
     assert (recipe.trainer.nproc, recipe.actor.count) == (None, 1)
     assert len(notes) == 1, "a machine with other GPUs is no change of the recipe"
     assert resume(run, None, ["trainer.nproc=2"])[0].trainer.nproc == 2

@@ -93,6 +93,8 @@ def read_step(run_dir: Path, step: int) -> RecordedStep:
         return from_table(step, pq.read_table(path))
     except FileNotFoundError:
         raise ServiceError(f"step {step} is not recorded: there is no {path}") from None
+    except PermissionError as error:
+        raise ServiceError(f"{path} cannot be read: {error.strerror}") from None
     except (OSError, pa.ArrowException, LookupError, ValueError, TypeError, AttributeError) as error:
         raise ServiceError(f"{path} is damaged, or of another version of pipelinerl: {first_line(error)}") from error
 

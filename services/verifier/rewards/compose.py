@@ -455,7 +455,7 @@ def judge_scorer(config: JudgeConfig) -> Scorer:
         except (IndexError, TypeError, ValueError):
             value = math.nan
         if not 0 <= value <= 1:
-            fault = f"reward.judge.pattern finds no number from 0 to {config.full_marks:g}"
+            fault = f"the last match of reward.judge.pattern is not a number from 0 to {config.full_marks:g}"
             raise BadReward(f"{fault} in the judge's answer: {item.judgement[-200:]!r}")
         if cut := re.match(r"(?!\.0+(?!\d))[.,]?\d+", item.judgement[found[-1].end(1) :]):
             fault = f"reward.judge.pattern takes only {found[-1][1]!r} of {found[-1][1] + cut[0]!r}"

@@ -211,7 +211,7 @@ _MEANINGS = {
 
 
 class _Reader:
-    """Recursive-descent parser. Its methods call each other from the loosest level, a list, to the tightest, powers and names."""
+    """Recursive-descent parser. Methods call each other from the loosest level, a list, to the tightest, powers and names."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens, self._at, self._in_bars = tokens, 0, False
