@@ -46,12 +46,25 @@ class Collector:
     answering: threading.Event = field(default_factory=threading.Event)
     asked: threading.Event = field(default_factory=threading.Event)
     """Set by the first export."""
+    _indexed: tuple[int, int] = (0, 0)
+    """Identity and length of the indexed list."""
+    _by_id: dict[str, ReceivedSpan] = field(default_factory=dict)
+    _by_parent: dict[str, list[ReceivedSpan]] = field(default_factory=dict)
+
+    def _index(self) -> None:
+        """Index the spans by id and by parent, because a long run has 100,000 spans."""
+        if self._indexed == (given := (id(self.spans), len(self.spans))):
+            return
+        self._indexed, self._by_id, self._by_parent = given, {one.id: one for one in self.spans}, {}
+        for one in self.spans:
+            self._by_parent.setdefault(one.parent, []).append(one)
 
     def named(self, name: str) -> list[ReceivedSpan]:
         return [span for span in self.spans if span.name == name]
 
     def children(self, span: ReceivedSpan) -> list[ReceivedSpan]:
-        return [other for other in self.spans if other.trace == span.trace and other.parent == span.id]
+        self._index()
+        return [other for other in self._by_parent.get(span.id, ()) if other.trace == span.trace]
 
     def below(self, span: ReceivedSpan) -> list[ReceivedSpan]:
         found = [span]
@@ -60,10 +73,10 @@ class Collector:
         return found
 
     def way_of(self, span: ReceivedSpan) -> list[ReceivedSpan]:
-        by_id = {one.id: one for one in self.spans}
+        self._index()
         way = [span]
         while way[0].parent:
-            way.insert(0, by_id[way[0].parent])
+            way.insert(0, self._by_id[way[0].parent])
         return way
 
     def take(self, body: bytes) -> None:
