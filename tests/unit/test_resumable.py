@@ -164,7 +164,7 @@ def test_a_run_goes_on_to_its_end(tmp_path: Path, taken: int, steps: int, summar
     if refused:
         cannot_go_on(run, refused, FieldError, [f"trainer.steps={steps}"])
     else:
-        _, notes = resume(run, None, [f"trainer.steps={steps}"])
+        _, notes, _ = resume(run, None, [f"trainer.steps={steps}"])
         assert notes[0].endswith(f"the checkpoint of version {taken}")
 
 
