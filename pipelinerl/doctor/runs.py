@@ -4,10 +4,12 @@ training figures such as ESS and entropy, and about waiting times."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from pipelinerl.doctor import lessons
 from pipelinerl.doctor.findings import Finding, Rows, apply, percent, ranked
@@ -171,8 +173,8 @@ def policy(run: RunRecords) -> Rows:
     right = trained / best if min(held[-1:], default=0.0) < trained / 3 else 0.0  # a function may pay what is not right
     is_apart = run.is_long and highs and highs[-1] < max(lows[0], right / 3) and not run.has_collapsed
     is_blind = run.is_long and run.summary.get("heldout") == []
-    unanswered = max((one.get("unanswered") or 0 for one in run.evaluations), default=0)
     asked = run.recipe.evaluation.samples * sum(one.task.heldout_problems for one in run.recipe.sets_by_place.values())
+    missing = max(numbers_in((one for one in run.evaluations if _lacks_half(one, asked)), "unanswered"), default=0)
     yield from (
         ("kl-grows", False, kls[1] > max(1, 10 * kls[0]) and not run.has_learned and f"{kls[0]:.2g} -> {kls[1]:.2g} nats",
          "algorithm.kl_coefficient", f"raise it, or lower trainer.learning_rate ({rate:g})"),
@@ -185,9 +187,15 @@ def policy(run: RunRecords) -> Rows:
         ("heldout-apart", False, is_apart and f"held-out at most {highs[-1]:.2g}, training {right:.2g}",
          "evaluation", "compare held-out with other samples (prompt, reward, length); if alike, stop earlier or add problems"),
         ("heldout-unanswered", False, "no answer came in time" if is_blind
-         else unanswered >= asked / 2 and f"{unanswered} of at most {asked} answers are missing in an evaluation",
+         else missing > 0 and f"{missing:g} answers, half or more of them, are missing in an evaluation",
          "evaluation.timeout_s", "raise it, or hold out fewer problems"),
     )  # fmt: skip
+
+
+def _lacks_half(evaluation: Mapping[str, Any], asked: int) -> bool:
+    """Return whether half of an evaluation's answers are missing. `asked`: their number if each set has all its problems."""
+    missing, accuracy, bound = (number_at(evaluation, key) or 0.0 for key in ("unanswered", "accuracy", "lower_bound"))
+    return missing >= asked / 2 or bool(missing and accuracy and bound <= accuracy / 2)  # bound / accuracy: the answered share
 
 
 def speed(run: RunRecords) -> Rows:

@@ -14,6 +14,7 @@ from typing import Any
 from pipelinerl.errors import FieldError
 from pipelinerl.recipe.fields import NATS, Recipe
 from pipelinerl.recipe.rules import undivided
+from pipelinerl.rl.groups import EVALUATION_SLOTS
 
 Values = Mapping[str, Any]
 _QUANTITY = re.compile(r"(\d*\.?\d+(?:[eE][+-]?\d+)?|\d+\.)(?:([KMGTPE])i|([numkMGTPE]?))", re.ASCII)
@@ -66,7 +67,9 @@ def _numbers(values: Values, recipe: Recipe) -> Iterator[FieldError]:
     scaled = ((one["autoscaling"], one.get("replicas")) for one in (actor, verifier))
     actors, pods = (by["maxReplicas"] if by["enabled"] else replicas for by, replicas in scaled)
     actors, each = max(1, expected) if actors is None else actors, verifier["maxEpisodes"]
-    wanted = max([actors * recipe.actor.samples_in_progress(one.task) for one in recipe.episodic_tasks.values()], default=0)
+    evaluated = EVALUATION_SLOTS if recipe.episodic_tasks else 0
+    trained = (recipe.actor.samples_in_progress(one.task) for one in recipe.mixture.values() if one.task.is_episodic)
+    wanted = actors * max(trained, default=evaluated)
     if pods is not None and pods * each < wanted:
         fix = f"gives {pods * each} in {pods} pods, but actors keep {wanted} episodes in progress; raise it or the"
         yield FieldError("verifier.maxEpisodes", each, f"{fix} number of pods, or set recipe.set.actor.episodes_in_progress")

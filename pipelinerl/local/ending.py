@@ -14,7 +14,16 @@ from typing import Any
 
 from pipelinerl.doctor.findings import Finding
 from pipelinerl.doctor.runs import examine_run
-from pipelinerl.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EXIT_UNREAD, EXIT_USER_ERROR, PipelineRLError, counted
+from pipelinerl.errors import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_UNREAD,
+    EXIT_USER_ERROR,
+    FieldError,
+    PipelineRLError,
+    counted,
+)
 from pipelinerl.local.processes import ServiceDied, living_names
 from pipelinerl.local.progress import duration, number, percent
 from pipelinerl.page.data import REPORT_SCRIPTS, asset, report_data
@@ -37,12 +46,17 @@ def write_report(run_dir: Path, findings: Sequence[Finding] | None = None) -> Pa
 
 def report_of(run_dir: Path, samples_read: int = SAMPLES_READ, findings: Sequence[Finding] | None = None) -> str:
     """Return the report as an HTML page that needs no network. It shows samples from the first and last `samples_read` lines of
-    samples.jsonl. `findings`: results of `examine_run`; None = call it. Raises `FieldError` if the folder is not a run's."""
+    samples.jsonl. `findings`: results of `examine_run`; None = call it. Raises `FieldError` if the folder is not a run's, or if
+    a value in its records has a type that a run does not write."""
     recipe = recipe_of_run(recipe_file := run_dir / "recipe.yaml", "RUN_DIR")
     records, samples = read_jsonl(run_dir / "metrics.jsonl"), jsonl_ends(run_dir / "samples.jsonl", samples_read)
-    summary = read_json(run_dir / "summary.json") or summary_from_metrics(recipe, records)
     text = recipe_file.read_text(encoding="utf-8")
-    data = report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
+    try:
+        summary = read_json(run_dir / "summary.json") or summary_from_metrics(recipe, records)
+        data = report_data(run_dir.resolve().name, recipe.description, summary, records, samples, text)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        fix = f"metrics.jsonl, samples.jsonl or summary.json has a value of a wrong type ({error!r}); restore these files"
+        raise FieldError("RUN_DIR", str(run_dir), fix) from error
     if findings is None:
         findings = examine_run(run_dir, recipe, is_running=bool(living_names(RunDir(run_dir, ""))))
     found = [one.to_json() for one in findings]

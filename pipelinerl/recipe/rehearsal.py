@@ -356,7 +356,9 @@ def template_doubts(recipe: Recipe, sources: Mapping[str, Source], found: Previe
         if task.system_prompt and style != "chat" and not task.is_episodic:
             fix = f'is ignored: prompts have no system message if task.prompt_style is {style}; use chat, or set this to ""'
             yield FieldError(f"{place}task.system_prompt", task.system_prompt, fix)
-        if style == "compact" and task.path and not task.is_episodic:
+        if style == "compact" and task.is_episodic:
+            yield FieldError(f"{place}task.prompt_style", style, "has no effect on episodes; leave it out")
+        elif style == "compact" and task.path:
             yield FieldError(f"{place}task.prompt_style", style, "has no effect on your own problems; use plain or chat")
     for place, source in sources.items():
         share = recipe.sets_by_place[place]

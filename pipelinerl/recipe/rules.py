@@ -45,6 +45,9 @@ def unused_fields(recipe: Recipe) -> Iterator[FieldError]:
     """Yield a warning for each field with a value of its own that has no effect without a certain value of another field."""
     algorithm, weights, loss, mask = recipe.algorithm, recipe.weights, recipe.algorithm.loss, recipe.algorithm.mask
     has_episodes = any(share.task.is_episodic for share in recipe.mixture.values())
+    sets, rewarded = recipe.sets_by_place.values(), ("environment", "verifiers")  # those take only a part of `reward`
+    is_shared = any(one.reward == recipe.reward or one.task.source in rewarded for one in sets)
+    is_limit = any(one.max_tokens == recipe.sampling.max_tokens for one in sets)
     rows: list[tuple[bool, str, str, tuple[str, ...]]] = [
         (recipe.mode == "conventional", "mode: conventional", "algorithm.", ("conventional_g",)),
         (loss == "reinforce", "algorithm.loss: reinforce", "algorithm.", ("clamp",)),
@@ -55,7 +58,11 @@ def unused_fields(recipe: Recipe) -> Iterator[FieldError]:
         (algorithm.max_lag is not None, "algorithm.max_lag", "algorithm.", ("max_lag_of",)),
         (bool(weights.log_place), "weights.log", "weights.", ("anchor_every", "keep_versions")),
         (weights.probe_every > 0, "weights.probe_every", "weights.", ("probe_tokens", "probe_tolerance", "stop_on_mismatch")),
+        (recipe.mode == "pipeline", "mode: pipeline", "weights.", ("recompute_kv",)),
         (recipe.model.source == "hub", "model.source: hub", "model.", ("revision",)),
+        (recipe.model.dtype != "float32", "model.dtype: bfloat16", "model.", ("head_dtype",)),
+        (is_shared, "a task or set that lacks a `reward` section", "reward.", tuple(RewardConfig.model_fields)),
+        (is_limit, "a task or set that lacks max_tokens", "sampling.", ("max_tokens",)),
         (bool(recipe.trackers), "trackers", "", ("tracker_samples",)),
         (has_episodes, "a task with episodes", "actor.", ("episodes_in_progress",)),
     ]

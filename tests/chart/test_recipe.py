@@ -202,6 +202,10 @@ refused by the Job:  # before an install or upgrade
   "nats.sequencesMaxGib = 25: is more than three quarters of nats.persistence.size = 32Gi": {nats: {sequencesMaxGib: 25}}
   "verifier.maxEpisodes = 191: gives 382 in 2 pods, but actors keep 384 episodes in progress":
     {recipe: {set: *episodes}, actor: {replicas: 3}, verifier: {maxEpisodes: 191, autoscaling: {enabled: false}}}
+  "verifier.maxEpisodes = 95: gives 190 in 2 pods, but actors keep 192 episodes in progress":
+    recipe: {set: {evaluation: {sets: [{name: b, task: {source: environment, name: 'a.b:C'}, reward: {scorer: task}}]}}}
+    actor: {replicas: 3}
+    verifier: {maxEpisodes: 95, autoscaling: {enabled: false}}
   "defaultLimits.cpu = '4': is less than trainer.resources.requests.cpu = 8": {defaultLimits: {cpu: '4'}}
   "networkPolicy.tracing.ports = [4317, 4318]: lacks port 9999 of": {tracing: {endpoint: 'http://collector:9999/v1'}}
   "lacks port 443 of tracing.endpoint": {tracing: {endpoint: 'https://otel.example.com/in:4318'}}

@@ -172,6 +172,9 @@ RUNS: dict[str, Callable[[], RunRecords]] = {
         healthy(summary={"heldout": [heldout(version, 0.0, 0.01) for version in (0, 40)]}), **FLAT
     ),
     "warning heldout-unanswered": lambda: healthy(summary={"heldout": [HELDOUT[0] | {"unanswered": 128}]}),
+    "warning heldout-unanswered 12 answers": lambda: healthy(  # of a set of 24 rows
+        summary={"heldout": [HELDOUT[0] | {"unanswered": 12, "accuracy": 0.5, "lower_bound": 0.25}]}
+    ),
     "note bottleneck bound by lag": lambda: run_with(max_lag_too_small=True),
     "note bottleneck commit-bound": lambda: run_with(**SLOW),
     "note bottleneck verifier-bound": lambda: run_with(actor_busy_fraction=0.1, **WAITS),

@@ -454,6 +454,8 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
     used = {"loss": "ppo_clip", "clip_high": 0.3, "mask": "icepop", "mask_low": 0.1, "conventional_g": 2, "clamp": 2.0}
     weights = {"keep_versions": True, "probe_tokens": 8, "stop_on_mismatch": True}
     games, turns = {"source": "environment", "name": "a:B", "max_turns": 3}, {"max_turns": 3, "answer_timeout_s": 1.0}
+    scored, longest = {"correct": 2.0}, {"max_tokens": 32}
+    whole = {"task": {}, "reward": {"correct": 3.0}, "max_tokens": 16}
     algorithm = {"clip_high": 0.3, "mask_kl": 0.1, "max_lag_of": "mean", "conventional_g": 2, "value_coefficient": 1.0}
     for data, fields in (
         (minimal(task=told), ["task.system_prompt", "task.instruction"]),
@@ -462,6 +464,15 @@ def test_what_may_be_meant_is_a_doubt(tmp_path: Path) -> None:
         (minimal(mode="conventional", algorithm=used), ["algorithm.clamp"]),
         (minimal(weights={"probe_every": 0, **weights}), [f"weights.{name}" for name in weights]),
         (minimal(weights={"log": "nats", **weights}), []),
+        (minimal(mode="conventional", weights={"recompute_kv": True}), ["weights.recompute_kv"]),
+        (
+            minimal(
+                task=games | {"prompt_style": "compact"}, model={"source": "hub", "name": "org/model", "head_dtype": "model"}
+            ),
+            ["task.prompt_style", "model.head_dtype"],
+        ),
+        (minimal(task=None, reward=scored, sampling=longest, tasks=[whole]), ["reward.correct", "sampling.max_tokens"]),
+        (minimal(task=None, reward=scored, sampling=longest, tasks=[whole, {"task": {"name": "gcd"}}]), []),
         (
             minimal(actor={"episodes_in_progress": 4}, evaluation={"sets": [{"task": games}, {"name": "s", "task": turns}]}),
             ["actor.episodes_in_progress", *(f"evaluation.sets.1.task.{name}" for name in turns)],

@@ -21,6 +21,7 @@ from renderers.base import build_trajectory_step
 
 from pipelinerl.commands.compare import _POINTS, comparison, curve, differences, notes, read_run
 from pipelinerl.doctor.run_records import YOUNG_S
+from pipelinerl.errors import FieldError
 from pipelinerl.figures import ON_PAGE
 from pipelinerl.local.ending import report_html, write_report
 from pipelinerl.page.data import COMPARISON_SCRIPTS, LIVE_ASSETS, REPORT_SCRIPTS, asset, report_data
@@ -414,6 +415,8 @@ def test_damaged_records_are_left_out_and_break_nothing(tmp_path: Path, compared
     (broken / "summary.json").write_text('{"heldout": 3, "sequences": [], "sequence_reasons": {}}')
     for name, text in (("lineage", '{"changes": {"5": 7}}'), ("placement", "{}"), ("scale", "3")):
         (broken / f"{name}.json").write_text(text)
+    with pytest.raises(FieldError, match=r"summary\.json has a value of a wrong type \("):
+        write_report(broken)
     empty = run_in(tmp_path / "empty", steps=0)
     (empty / "lineage.json").write_text('{"changes": [1]}')
     (bare := tmp_path / "bare").mkdir()
