@@ -2,7 +2,7 @@
 
 A run is a child process, `pipelinerl run`. It does not touch the caller's event loop, signal handlers, logs or environment
 variables. Ctrl-C reaches only the caller. `train` then stops the run cleanly.
-`Run` reads the run's folder, so `Run("runs/NAME")` also works for a run that was started elsewhere.
+`Run` reads the run's folder, so `Run("runs/NAME")` also works for a run that another program started.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def start(
     checked = loading.recipe_from_data(data, "recipe" if given is None else str(given))
     if scorer and all(one.reward.scorer != scorer for one in checked.mixture.values()):
         raise FieldError(
-            "reward", scorer, "no task uses it: each has a reward.scorer or environment; remove that, or this reward"
+            "reward", scorer, "no task uses it: each has its own reward.scorer or environment; leave it out, or remove those"
         )
     for modules in (loading.modules_beside(checked, given) if given is not None else None, shipped):
         if modules is not None:
@@ -141,7 +141,7 @@ def _scorer(reward: Reward, shipped: Path) -> str:
 
 
 class Run:
-    """A run in a folder, such as runs/NAME. `wait`, `stop` and `follow` need a run that this program started."""
+    """A run in a folder, such as runs/NAME. `wait`, `stop` and `follow` need the object that `start` returned."""
 
     _prepared: tempfile.TemporaryDirectory[str] | None = None
     _stopped = False
@@ -190,12 +190,12 @@ class Run:
 
     @property
     def output(self) -> str:
-        """Output of the run so far. Empty for a run that was started elsewhere."""
+        """Output of the run so far; empty unless `start` or `train` returned this object."""
         return self._output.read_text(encoding="utf-8", errors="replace") if self._output is not None else ""
 
     def _own(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            raise FieldError("run", str(self.path), "was not started here; use the program or terminal that started it")
+            raise FieldError("run", str(self.path), "was not started by this object; use the object or program that started it")
         return self._process
 
     @property
@@ -264,7 +264,7 @@ class Run:
         return f"Run({str(self.path)!r}): {state}, {steps[-1]['step'] if steps else 0} optimizer steps"
 
     def _repr_html_(self) -> str:
-        """Return a frame with the live page. If no page is served after a minute, return one line about the run instead."""
+        """Return a frame with the live page. If no page is served within a minute, return one line about the run instead."""
         until = time.monotonic() + _PAGE_WITHIN_S
         while (page := self.page) is None and self.is_running and time.monotonic() < until:
             time.sleep(_LOOK_S)
@@ -325,7 +325,7 @@ def _globals_of(name: str, source: str) -> list[str]:
     found = [(symbol, table is top) for table in tables for symbol in table.get_symbols()]
     for symbol, _ in found:
         if symbol.is_declared_global() and (symbol.is_assigned() or symbol.is_imported()):
-            raise _refused(name, f"changes the global {symbol.get_name()}, which each verifier process copies; use a file")
+            raise _refused(name, f"changes the global {symbol.get_name()}, but each verifier process has a copy; use a file")
     return [symbol.get_name() for symbol, is_top in found if (symbol.is_referenced() if is_top else symbol.is_global())]
 
 
@@ -353,7 +353,7 @@ def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, s
             fix = "import it from a file, create it in the function, or use numbers, strings, and lists or mappings of these"
             raise _refused(user, f"uses {name}, {kind}, which cannot be written as source; {fix}") from error
         if len(text) > _MOST_CHARACTERS:
-            fix = f"more than {_MOST_CHARACTERS:,}; write it to a file, and read that in the function"
+            fix = f"more than {_MOST_CHARACTERS:,}; write it to a file that the function reads"
             raise _refused(user, f"uses {name}, whose value has {len(text):,} characters as source, {fix}")
         parts[name] = f"{name} = {text}\n"
 

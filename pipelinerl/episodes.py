@@ -2,7 +2,7 @@
 
 An environment starts an episode, answers each turn of the policy, and gives the episode's reward. Each episode has its own
 environment object in its own process. All samples of a prompt get the same row and seed. If the verifier or the actor is lost,
-the environment starts again. If it repeats a request, it gets the turn that was already sampled.
+the environment starts again. For a request that it repeats, the environment gets the turn that was already sampled.
 
 A tool is a Python function. Its name, type hints and docstring make up the schema that the policy reads. Parameters are str,
 int, float, bool, list, dict, Literal, and unions of these such as `str | None`. The policy reads the function's result: text as
@@ -77,8 +77,8 @@ Reply = Messages | str | Done
 
 class Environment(Protocol):
     """Interface of the user's class in `task: {source: environment, name: "package.module:Class"}`. Its constructor takes
-    the entries of `task.config` as keyword arguments. Both methods may be async. An attribute `tools` may list functions or
-    OpenAI schemas that the policy can call; the environment answers such calls itself."""
+    the entries of `task.config` as keyword arguments. `start` and `reply` may be async. An attribute `tools` may list functions
+    or OpenAI schemas of tools that the policy can call; the environment itself answers the calls in `reply`."""
 
     def start(self, row: Mapping[str, Any], seed: int) -> Start | Awaitable[Start]:
         """Return the first messages. `row`: the problem's row of `task.path`, or `{}` without a file."""
@@ -186,7 +186,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     for parameter in signature.parameters.values():
         what = f"tool {name}: parameter {parameter.name}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise UserError(f"{what} cannot be passed by name, as a model passes it; declare it without *, ** or /")
+            raise UserError(f"{what} cannot be passed by name, as models pass all arguments; declare it without *, ** or /")
         if parameter.name not in hints:
             bound = f"bind the method in start: self.tools = [self.{name}]" if parameter.name == "self" else ""
             raise UserError(f"{what} has no type hint; {bound or f'write one, such as {parameter.name}: str'}")

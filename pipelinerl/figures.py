@@ -1,7 +1,7 @@
 """Declare each figure of an optimizer step once, in a table. Pure.
 
-The table yields the trainer's metrics of steps, many keys of summary.json, the curves of the run's pages and the tables of
-docs/run-directory.md. The learner, the optimizer loop and the recorder compute the figures.
+The trainer's metrics of steps, many keys of summary.json, the curves of the run's pages and the tables of
+docs/run-directory.md follow from this table. The learner, the optimizer loop and the recorder compute the figures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Figure:
     """True if the metric keeps its value at a step without the figure, instead of having none."""
     on_page: bool = False
     event: type | None = None
-    """Type of a figure about events since the previous step, else None. `event()` is the figure's value without events."""
+    """For a figure about events between two steps: type of its value; `event()` is the value without events. Else None."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json with their reductions. `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
@@ -237,7 +237,7 @@ def reduce_step(reduced: Reduced, record: Mapping[str, Any], *, events: bool) ->
 
 
 def run_figures(reduced: Reduced) -> dict[str, Any]:
-    """Return the part of summary.json that combines figures. Without any step, sums and counts are 0, and the others None."""
+    """Return the keys of summary.json that combine figures of all steps. Without steps, sums and counts are 0, others None."""
     found: dict[str, Any] = {}
     for key, (reduction, _) in RUN_FIGURES.items():
         total, weights = reduced.get(key, (0 if reduction in ("sum", "ones") else None, 0))

@@ -1,7 +1,7 @@
 """Derive a run's ledger again from its journal, checkpoints and streams, and report every contradiction.
 
-The audit only reads, and trusts none of the trainer's own counts. A live run moves sequences during the audit. The journal is
-therefore read only up to its length at the start, and the audit is repeated if a sequence seems lost.
+The audit only reads, and trusts none of the trainer's own counts. While the run is live, sequences end during the audit. The
+journal is therefore read only up to its length at the start, and the audit is repeated if a sequence seems lost.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ class StreamLook:
     durable: int
     messages: int = 0
     positions: dict[str, int] = field(default_factory=dict)
-    """Position of each sequence's first readable message."""
+    """Position in SEQUENCES of the first readable message of each sequence, by sequence id."""
     repeated: int = 0
     """Number of messages that repeat an earlier sequence. The trainer ignores such messages."""
     unreadable: dict[int, str] = field(default_factory=dict)
-    """Message ids of unreadable messages, by position. A message's id is its sequence's id."""
+    """Message id of each unreadable message, by its position in SEQUENCES. A message's id is its sequence's id."""
     prompts: frozenset[str] = frozenset()
     dead_letters: int = 0
 
@@ -137,7 +137,7 @@ class Audit:
     """True if the latest trainer has taken a step or ended. A trainer republishes missing groups before its first step."""
     run: str = ""
     at_work: bool = False
-    """True if a live trainer may be moving sequences at this moment."""
+    """True if the run goes on, and a trainer may have issued or ended sequences during the audit."""
     streams: StreamLook | None = None
     """Contents of the streams; None if they were not read."""
     waiting: list[str] = field(default_factory=list)
@@ -337,8 +337,8 @@ async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
 
 
 def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
-    """Return the sequences in SEQUENCES that were never issued. Until the run has ended, a sequence does not count if its group
-    is reserved but not issued: the trainer may publish a group before the journal records the issue."""
+    """Return the sequences in SEQUENCES that were never issued. Until the run has ended, leave out sequences whose group is
+    reserved but not issued, because the trainer may publish a group before the journal records the issue."""
     replay, unknown = audit.replay, []
     reserved = 0 if audit.ended else replay.reserved
     for sequence_id in seen.positions:
@@ -373,7 +373,7 @@ def trained_per_version(audit: Audit) -> dict[int, int]:
 
 
 def as_json(audit: Audit, versions: bool = False) -> dict[str, Any]:
-    """Return the audit as JSON-compatible data. `versions`: include the count of every version."""
+    """Return the audit as JSON-compatible data. `versions`: include the number of trained sequences of every version."""
     replay, trained = audit.replay, trained_per_version(audit)
     seen = audit.streams
     return {
@@ -416,7 +416,7 @@ _OUTLIERS = 10
 
 
 def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
-    """Yield the lines of the report. `versions`: list the counts of all versions, not only unusual ones."""
+    """Yield the lines of the report. `versions`: list the trained sequences of all versions, not only unusual counts."""
     replay = audit.replay
     yield f"{audit.run}: {audit.state}, {counted(len(audit.history.starts), 'start')}, version {number(replay.version)}"
     yield ""

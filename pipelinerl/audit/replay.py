@@ -78,7 +78,7 @@ class Replay:
         self.version = 0
         self.trained_by_version = Counter[int]()
         self.tokens_by_version = Counter[int]()
-        """Number of sampled tokens, over all branches, in the step that made each version."""
+        """By version: number of sampled tokens, over all branches, in the step that made the version."""
         self.trained_branches = 0
         self.reserved = 0
         self.next_group = 0
@@ -105,7 +105,7 @@ class Replay:
                     yield group, sample
 
     def apply(self, offset: int, event: Event) -> None:
-        """Apply one event that no restart undid. `offset`: its byte in the journal, for findings."""
+        """Apply one event that no restart undid. `offset`: the byte of the journal at which it begins, for findings."""
         kind = event["event"]
         try:
             if kind == "issue":
@@ -197,7 +197,7 @@ def split_id(sequence_id: str) -> tuple[str, int]:
 
 
 def group_number(group: str) -> int:
-    """Return the group's number, or -1 if it has none."""
+    """Return the number in a group's id, such as 12 for `g12`, or -1 if the id has no number."""
     digits = group.removeprefix("g")
     return int(digits) if digits.isdecimal() and digits != group else -1
 

@@ -108,7 +108,7 @@ class Bus:
     A call raises `BusError` if the server does not answer in time or the stream is full; the caller must then keep its message
     and try again. It raises `NotPermitted` if this user may not make the call. If two messages of a stream have the same
     `msg_id` within `duplicate_window_s`, only the first is stored. The iterators of `read_sequences` and `watch_...` need an
-    `async with` block. They wait without a time limit, and continue after a reconnection. Cancelling `anext` loses nothing.
+    `async with` block. They wait without a time limit, and continue after a reconnection. Cancelling `anext` loses no message.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:

@@ -37,7 +37,7 @@ _CREDENTIALS, _TLS_DIR = "nats_credentials", "nats_tls_dir"
 
 
 def read_login(credentials: Path | None) -> dict[str, str]:
-    """Return nats-py's login options for a .creds file or a file with `user:password`. Raises `FieldError`."""
+    """Return nats-py's login options for a .creds file or a file with `user:password`. Raises `FieldError` if unusable."""
     if credentials is None:
         return {}
     text = read_file(credentials, _CREDENTIALS).decode(errors="replace").strip()
@@ -162,7 +162,7 @@ class Connection(Client):
     @contextlib.asynccontextmanager
     async def opened(self, name: str, timeout_s: float) -> AsyncIterator[None]:
         """Connect, and reconnect until the block ends. Raises `BusError` with the url if no server answers within
-        `timeout_s`, or if a login or certificate is refused. Raises `NotPermitted` if this user may not receive answers."""
+        `timeout_s`, or if a login or certificate is refused. Raises `NotPermitted` if this user may not read its own inbox."""
         logging.getLogger("asyncio").addFilter(_is_worth_telling)
         try:
             await self._open(name, timeout_s)
@@ -340,7 +340,7 @@ class Connection(Client):
             if isinstance(error, OSError):
                 raise
             # nats-py tries again only after an OSError or an error of its own.
-            raise nats.errors.Error(f"the server there does not speak NATS: {error}") from error
+            raise nats.errors.Error(f"the server at this address does not speak NATS: {error}") from error
 
     async def _process_err(self, err_msg: str) -> None:
         if self.is_connected and not any(harmless in err_msg.lower() for harmless in _ENDS_NOTHING):

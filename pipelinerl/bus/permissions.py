@@ -1,8 +1,8 @@
 """Permissions on a run's NATS: the subjects to which each service may publish or subscribe, as lists for nats-server.
 
 `python -m pipelinerl.bus.permissions RUN ...` prints the users to configure in your own NATS server. Each run needs its own
-lists, because tokens such as `PROMPTS_<run>` contain its name and NATS has no wildcards inside a token. docs/security.md lists
-what NATS does not check.
+lists, because tokens of subjects, such as `PROMPTS_<run>`, contain the run's name, and NATS has no wildcards inside a token.
+docs/security.md lists what NATS does not check.
 """
 
 from __future__ import annotations

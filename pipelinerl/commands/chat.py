@@ -120,8 +120,8 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def serve_command(checkpoint: Checkpoint, arguments: list[str]) -> list[str]:
-    """Return vLLM's command to serve a checkpoint or an adapter. The served model has the name of the run, or else of the
-    checkpoint's folder. `arguments` override the defaults."""
+    """Return vLLM's command to serve a checkpoint or an adapter. The served model has the name of the run or, if
+    the checkpoint belongs to none, the name of the checkpoint's folder. `arguments` override the defaults."""
     path, adapter = checkpoint.path, checkpoint.adapter
     name = run_name(checkpoint.run) if checkpoint.run != path else path.resolve().name
     model = [str(path), "--served-model-name", name]

@@ -218,8 +218,8 @@ def curve(rows: Sequence[dict[str, Any]], key: str) -> list[list[float]]:
 
 
 def problems(runs: Sequence[ComparedRun]) -> list[list[tuple[int, dict[str, Any]]]]:
-    """Return up to `MOST_PROBLEMS` prompts that several runs recorded, each as pairs of a run's position in `runs` and its
-    newest sample. Prompts that more runs share come first, and among equals the held-out ones."""
+    """Return up to `MOST_PROBLEMS` prompts that several runs recorded, each as pairs of a run's position in `runs` and the
+    run's newest sample of this prompt. Prompts that more runs share come first, and among equals the held-out ones."""
     by_prompt: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for position, run in enumerate(runs):
         for sample in run.samples:

@@ -118,8 +118,8 @@ def init(args: argparse.Namespace) -> int:
 
 
 def data_words(data: Path, question: str | None, answer: str | None) -> dict[str, str]:
-    """Return the texts that replace placeholders in the template `data`, for a file of questions. Columns that are not given
-    are recognised by common names. If all answers are worked solutions, the recipe extracts the final answers.
+    """Return the texts that replace placeholders in the template folder "data". `data` is the user's file of questions. Columns
+    that are not given are recognised by common names. If all answers are worked solutions, the recipe extracts final answers.
     Raises `FieldError`, or `UserError` for a file that a run could not use."""
     if not data.is_file():
         raise FieldError("--data", str(data), f"there is no file at {data.absolute()}; name an existing one")

@@ -34,7 +34,7 @@ def plan(args: argparse.Namespace) -> int:
     """Print a plan and return exit code 0. Raises `UserError` if no plan can be made."""
     recipe = load_recipe(args.recipe, args.overrides)
     if recipe.mode != "pipeline":
-        raise FieldError("mode", recipe.mode, "the model of this plan describes pipeline mode only; use --set mode=pipeline")
+        raise FieldError("mode", recipe.mode, "the performance model covers pipeline mode only; use --set mode=pipeline")
     for option in ("accelerators", "sequences_in_progress", "kv_kib_per_token"):
         value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:
@@ -107,7 +107,7 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
             if sample.get("spans") and not sample.get("heldout"):
                 seen.setdefault(length_bucket(sample["spans"][-1][2]), []).append(sample["spans"][-1][2])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise FieldError("--lengths", str(run_dir), f"holds invalid records of a run ({error}); give bars") from None
+        raise FieldError("--lengths", str(run_dir), f"has invalid records ({error}); give bars (FROM-TO:WEIGHT)") from None
     if not any(counts.values()):
         raise FieldError("--lengths", str(run_dir), "has no ended_by_length in metrics.jsonl; give bars (FROM-TO:WEIGHT)")
     bars: list[tuple[int, int, float]] = []

@@ -44,9 +44,9 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def rollback(args: argparse.Namespace) -> int:
-    """Let a stopped run continue from version `args.to`. Return the exit code; if it is not 0, the version could not be
-    computed again, and nothing was changed. The last change makes this version's checkpoint the newest. If this command is
-    killed before that change, the run continues as if there had been no rollback."""
+    """Let a stopped run continue from version `args.to`. If this version has no checkpoint, it is first computed again from the
+    recorded steps; if that fails, nothing is changed and its exit code is returned. The last change makes this version's
+    checkpoint the newest. If this command is killed before that change, the run continues as if there had been no rollback."""
     run, recipe = _recorded(args.run)
     if not (run.path / JOURNAL).is_file():
         raise FieldError("RUN", str(args.run), f"has no {JOURNAL}: no trainer of this run has started")
@@ -72,7 +72,7 @@ def rollback(args: argparse.Namespace) -> int:
 
 
 def _forget_streams(state: Path) -> None:
-    """Mark a checkpoint, so that a trainer empties the streams before it continues from it. Raises `FieldError` if damaged."""
+    """Mark a checkpoint, so that a trainer that continues from it empties the streams first. Raises `FieldError` if damaged."""
     try:
         content = {**json.loads(state.read_bytes()), "position": NOTHING_THERE}
     except (ValueError, TypeError) as error:

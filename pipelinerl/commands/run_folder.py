@@ -149,8 +149,8 @@ def _streams_of(args: argparse.Namespace, run: str) -> partial[Any] | None:
 
 @asynccontextmanager
 async def streams_in_folder(folder: Path) -> AsyncIterator[Bus]:
-    """Yield a bus with the streams of the folder's run. If the run is not running, they are a copy. Raises `FieldError` if the
-    address of the run's NATS cannot be read."""
+    """Yield a bus with the streams of the folder's run. If the run is not running, the bus serves a copy. Raises `FieldError`
+    if the address of the run's NATS cannot be read."""
     run, run_dir = run_name(folder), RunDir(folder, "")
     credentials = run_dir.credentials
     async with AsyncExitStack() as stack:

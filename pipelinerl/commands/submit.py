@@ -127,7 +127,7 @@ def runs(args: argparse.Namespace) -> int:
 
 def rows_of(found: list[Object], now: datetime) -> list[dict[str, Any]]:
     """Return one row per release, the newest first, with its name, its age and the data of its run's ConfigMap, if any.
-    `found`: the trainers' StatefulSets, then the runs' ConfigMaps. With both, the age is the ConfigMap's. Pure."""
+    `found`: the trainers' StatefulSets, then the runs' ConfigMaps. If a release has both, its age is the ConfigMap's. Pure."""
     rows = []
     for release, item in {labels_of(item).get(INSTANCE, ""): item for item in found}.items():
         age = now - datetime.fromisoformat(item["metadata"]["creationTimestamp"])

@@ -106,7 +106,7 @@ def data_outline(recipe: Recipe, sources: dict[str, Source]) -> tuple[list[tuple
             tokens = f"; longest prompt {longest:,} tokens{' (without the chat template)' if in_chat else ''}"
             if longest >= limit:
                 fix = f"its longest prompt, {longest:,} tokens, leaves no room for an answer in model.max_context ({limit})"
-                warnings.append(FieldError(f"{place}task.path", task.path, f"{fix}; raise that, or leave such problems out"))
+                warnings.append(FieldError(f"{place}task.path", task.path, f"{fix}; raise this limit, or drop such problems"))
         found = [] if task.source == "hub" else files_at(task.path)
         files = f"{len(found):,} {one_of(sorted(set(map(known_format, found))))} files, " if len(found) > 1 else ""
         known, name = counted(len(source.problems), "problem"), f"{recipe.sets_by_place[place].name}: " if place else ""
@@ -273,7 +273,7 @@ def _of_recipe(args: argparse.Namespace) -> list[Finding]:
 
 
 def _told(subject: str, findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield a heading, and a paragraph for each finding. A sample is shown once."""
+    """Yield a heading, and a paragraph for each finding. If several have the same sample, only the first shows it."""
     counts = Counter(one.gravity for one in findings)
     told = [f"{counts[one]} grave" if one == "grave" else counted(counts[one], one) for one in GRAVITIES if counts[one]]
     yield f"{subject}: {', '.join(told) or 'nothing found'}"

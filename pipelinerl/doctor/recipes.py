@@ -57,7 +57,7 @@ _IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
 
 
 def _literal(pattern: str) -> str:
-    """Return the text that a pattern expects before its group, such as `####` or `answer`; empty if it expects none."""
+    """Return the text that a regex expects before its group, such as `####` or `answer`; empty if it expects none."""
     return written(pattern, "\0").partition("\0")[0].strip()
 
 
@@ -112,7 +112,7 @@ class SetView(Settings):
     @property
     def indifference(self) -> str:
         """Evidence from trial calls that the user's function rewards wrong answers: these earn about as much as right ones on
-        average, or each number that contains the right number earns as much as a right answer. Empty if there is none."""
+        average, or each wrong number that contains the right one earns as much as a right answer. Empty if there is none."""
         rewards, empty = ([one.reward for one in self.calls if any_ or not one.completion] for any_ in (True, False))
         right = [one.reward for one in self.calls if one.completion and not one.near_miss]
         wrong = [one.reward for one in self.calls if one.near_miss and self.share.reward.is_function]
@@ -149,7 +149,7 @@ def findings_of(recipe: Recipe, examined: Examination, problems: Iterable[FieldE
 
 
 def quick_findings(recipe: Recipe, examined: Examination) -> list[Finding]:
-    """Return the findings of the rules alone, without those of other checks. This takes a fraction of a second."""
+    """Return the findings of the doctor's rules, without those of `ADOPTED`. This takes a fraction of a second."""
     return apply((*RECIPE_RULES, *SETTINGS_RULES), *_views(recipe, examined))
 
 
@@ -176,20 +176,20 @@ def problems(view: SetView) -> Rows:
 
     prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context, or
         the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
-    columns-mixed (recipes.md#tasks): A wrong column is read: in 90 % of 8 or more rows. Grave if prompts equal the answer, have
-        it after the text that the reward looks for, or are file names, addresses, hashes or (in 20 rows) consecutive numbers;
-        with a system prompt or an instruction, such names and numbers are a warning. A warning if prompts begin or end with
-        the answer, if 20 answers are consecutive numbers but prompts are not, or if 20 answers are letters but prompts offer no
-        choices. A note if a number inside prompts is the answer.
+    columns-mixed (recipes.md#tasks): A wrong column is read: in 90 % of the rows, and at least 8. Grave if prompts equal the
+        answer, have it after the text that the reward looks for, or are file names, addresses, hashes or (in 20 rows)
+        consecutive numbers; with a system prompt or an instruction, such names and numbers are a warning. A warning if prompts
+        begin or end with the answer, if 20 answers are consecutive numbers but prompts are not, or if 20 answers are letters
+        but prompts offer no choices. A note if a number inside prompts is the answer.
     references-shifted (recipes.md#tasks): Answers belong to the question before or after: in at least 50 rows, prompts share
         more words with a neighbour's answer than with their own, by a tenth of an answer's words and by 5 standard errors.
-        Turns of the assistant do not count. The rule is silent if prompts are numbered, or if they also share more words
-        with the answer two rows away, by over half as many, as in windows of a time series.
+        Turns of the assistant do not count. The rule is silent if prompts are numbered, or if over half of this excess is
+        also found with the answer two rows away, as in windows of a time series.
     one-answer (recipes.md#tasks): Problems have the same answer: at least 20 references, and 95 % of all, are equal; grave if
         all are, a note from 80 %.
     references-unmatched (recipes.md#rewards): References do not look like answers of completions: half have 8 or more words, 5
         % are nan, none or null, or 5 % are LaTeX or numbers with a unit, separators or markup, although texts are compared. Or
-        5 % earn nothing in trials, written as reward.answer_pattern expects (grave from half). The first 200 are examined.
+        5 % (grave: half) earn nothing in trials that write them as reward.answer_pattern expects. The first 200 are examined.
     heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of them in a set, compared without
         case, punctuation and spaces.
     """
@@ -227,7 +227,7 @@ def problems(view: SetView) -> Rows:
 
 
 def _odd(texts: Sequence[str], num: int, share: float, least: int = 1) -> str:
-    """Return how many of `num` texts are in `texts`, with an example; "" for fewer than `least`, or than `share` of `num`."""
+    """Return `3 of 40, such as 'x'` for 3 `texts` and `num` 40. Return "" for fewer than `least` or `share` · `num` texts."""
     return f"{len(texts)} of {num}, such as {texts[0]!r:.160}" if len(texts) >= max(least, share * num) else ""
 
 

@@ -53,7 +53,7 @@ class RunRecords:
 
     @property
     def window(self) -> int:
-        """Number of steps in an early or late mean: a quarter of the trained steps, between 3 and 20."""
+        """Number of steps that `early` and `late` average: a quarter of the trained steps, but from 3 to 20."""
         return max(_NARROWEST, min(_WIDEST, len(self.trained) // 4))
 
     @property
@@ -103,7 +103,7 @@ class RunRecords:
 
     @cached_property
     def has_learned(self) -> bool:
-        """Return whether the reward rose by 3 standard errors, or the last held-out interval lies above the first."""
+        """Return whether the reward rose by 3 standard errors, or the last interval of held-out accuracy is above the first."""
         lows, highs = self.heldout("low"), self.heldout("high")
         return self.change("reward_mean") > 3 or (len(lows) > 1 and lows[-1] > min(highs[:1], default=math.inf))
 
@@ -120,7 +120,7 @@ class RunRecords:
 
     @property
     def has_signal(self) -> bool:
-        """Return whether over a twentieth of the groups had unequal rewards. With a learned baseline, always return True."""
+        """Return whether more than 5 % of the groups had unequal rewards. With a learned baseline, always return True."""
         return self.recipe.algorithm.advantage == "value" or not self.mean("equal_reward_groups") >= 0.95
 
     def share_of(self, outcome: str, prefixes: tuple[str, ...] = ()) -> tuple[float, str]:
@@ -177,7 +177,7 @@ def _reasons_in(journal: Path) -> dict[str, dict[str, int]]:
 
 
 def _last_error(logs: Path) -> str:
-    """Return the last line with an error in the first log that has one, after the service's name; empty if no log has."""
+    """Return `SERVICE: LINE`, the last line with an error in the first log that has one; empty if no log has an error."""
     for path in (logs / f"{name}.log" for name in ("trainer", "actor-0", "verifier", "model", "nats")):
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
         if found := [line for line in lines if "error" in line.lower()]:

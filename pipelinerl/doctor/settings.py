@@ -17,13 +17,13 @@ from pipelinerl.rl.groups import CUTTING, groups_per_step
 _TOY = 2e7
 """Number of parameters below which a model needs a hundred times the learning rate of a language model."""
 _USUAL_PARAMETERS, _USUAL_WIDTH = 1e8, 4096
-"""Parameters of a model of unknown size (few, so that rules report less), and the width that is assumed for all models."""
+"""Assumed number of parameters of a model of unknown size (low, so that rules report less), and assumed width of all models."""
 _ANY = (-math.inf, math.inf)
 
 
 @dataclass
 class Settings:
-    """A recipe, and its model's `parameters` (0 = unknown). `earned`: largest trial reward of a user's function, by set."""
+    """A recipe, and its model's `parameters` (0 = unknown). `earned`: largest reward of a user's function in trials, by set."""
 
     recipe: Recipe
     parameters: int = 0

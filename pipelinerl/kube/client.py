@@ -49,11 +49,11 @@ SCALE_ACTORS = Permission("deployments/scale", "patch", "apps", "patch_namespace
 SCALE_TRAINER = Permission("statefulsets/scale", "patch", "apps", "patch_namespaced_stateful_set_scale")
 
 TRAINER = frozenset({LIST_PODS, WATCH_PODS})
-"""Permissions of the trainer, the only service with a token."""
+"""Permissions of the trainer, the only service with a token for the Kubernetes API."""
 KEEP = (PATCH_CONFIG, COUNT_ACTORS, SCALE_ACTORS)
 """Permissions for every value of `on_completion`. A trainer that continues a finished run scales the actors up again."""
 COMPLETION = {"keep": KEEP, "release": (*KEEP, PATCH_REPORT, SCALE_TRAINER), "exit": (*KEEP, SCALE_TRAINER)}
-"""Further permissions by `on_completion`, each for a single object of the trainer's release."""
+"""Permissions of the trainer in addition to `TRAINER`, by `on_completion`. Each is for a single object of its release."""
 ASK_RIGHTS = Permission("selfsubjectaccessreviews", "create", "authorization.k8s.io", "create_self_subject_access_review")
 """Every ServiceAccount has this permission unless an administrator removed it."""
 
@@ -65,12 +65,12 @@ LIST_ACCOUNTS = Permission("serviceaccounts", "list", method="list_namespaced_se
 GET_SECRET = Permission("secrets", "get", method="read_namespaced_secret")
 EXECUTE = Permission("pods/exec", "get, create", method="connect_get_namespaced_pod_exec")
 FORWARD = Permission("pods/portforward", "get, create", method="connect_get_namespaced_pod_portforward")
-"""`EXECUTE` and `FORWARD` open a websocket, for which Kubernetes 1.35 and newer need both verbs."""
+"""`EXECUTE` and `FORWARD` open a websocket, for which Kubernetes 1.35 and newer require get and create."""
 _GROUPS = {"": "CoreV1Api", "apps": "AppsV1Api", "batch": "BatchV1Api", ASK_RIGHTS.group: "AuthorizationV1Api"}
 _CHUNK_BYTES = 64 * 1024
 _MOST_ERROR_BYTES = 2000
 _DATA = 0
-"""Channel with the port's data. The first message of each channel repeats the port's number."""
+"""Number of the websocket channel with the port's data. The first message of each channel begins with the port's number."""
 
 
 class KubeError(PipelineRLError):
@@ -107,9 +107,9 @@ DETAIL_CHARACTERS = 300
 
 
 class KubeClient:
-    """Access to one namespace with the rights of the pod's ServiceAccount, whose folder has `token` and `ca.crt`. A context
-    manager, which closes its connections. A failed call raises `KubeError`. With `insists`, all calls but watches are repeated
-    until they succeed."""
+    """Access to one namespace with the rights of the pod's ServiceAccount, whose folder has `token` and `ca.crt`. As a context
+    manager, it closes its connections at the end. A failed call raises `KubeError`. With `insists`, all calls but watches are
+    repeated until they succeed."""
 
     def __init__(self, namespace: str, service_account: Path, *, request_s: float = REQUEST_S, insists: bool = False) -> None:
         self.namespace = namespace
@@ -145,7 +145,7 @@ class KubeClient:
         return (await self.call(permission, label_selector=selector)).get("items") or []
 
     async def watch_pods(self, selector: str, resource_version: str) -> ClientResponse:
-        """Return the open response of a watch, with one change after `resource_version` in each line. The caller closes it."""
+        """Return the open response of a watch. Each line is one change after `resource_version`. The caller closes it."""
         options = {"label_selector": selector, "resource_version": resource_version, "watch": True, "timeout_seconds": WATCH_S}
         with as_kube_error(WATCH_PODS):
             async with asyncio.timeout(self._request_s):  # the library's own limit ends a watch on a dead connection
@@ -219,7 +219,7 @@ class PersonClient(KubeClient):
         await load_kube_config(context=self.context or None, client_configuration=configuration)
 
     async def delete(self, listing: Permission, selector: str) -> None:
-        """Delete each object that `listing` finds. Kubernetes deletes its dependents later, and keeps a claim in use."""
+        """Delete each object that `listing` finds. Kubernetes deletes its dependents later, and a claim when no pod uses it."""
         deletion = replace(listing, verb="delete", method=listing.method.replace("list", "delete", 1))
         for item in await self.items(listing, selector):
             await self.call(deletion, name=name_of(item), propagation_policy="Background")
@@ -250,7 +250,7 @@ class PersonClient(KubeClient):
     @asynccontextmanager
     async def forwarded(self, pod: str, port: int, refused: list[KubeError]) -> AsyncIterator[str]:
         """Listen on a socket that only this user can reach, and yield its address for gRPC. Each connection leads to `port`
-        of the pod that has this name at that time. Refusals are appended to `refused`."""
+        of the pod that has this name at that time. Errors with status 401 or 403 are appended to `refused`."""
 
         async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -326,7 +326,7 @@ def as_kube_error(permission: Permission) -> Iterator[None]:
 
 
 async def _changes(response: ClientResponse) -> AsyncIterator[tuple[str, Object]]:
-    """Yield the kind of each change and the object after it, until the watch ends or breaks."""
+    """Yield the kind of each change and the changed object's new state, until the watch ends or breaks."""
     with suppress(KubeError), as_kube_error(WATCH_PODS):
         async for line in response.content:
             event = json.loads(line)
@@ -340,8 +340,8 @@ ENDED_PHASES = ("Succeeded", "Failed")
 
 @dataclass(frozen=True)
 class PodEnd:
-    """The end of a pod. `still_running`: it was told to end, and may run until its grace period is over; if False, its
-    processes are gone. `final`: if False, the pod may in fact still run, but without the labels by which it is watched."""
+    """The end of a pod. `still_running`: if True, the API asked the pod to end, and it may run until its grace period is over;
+    if False, its processes are gone. `final`: if False, the pod may still run, but no longer has the watched labels."""
 
     name: str
     uid: str
@@ -351,7 +351,7 @@ class PodEnd:
 
 
 class PodWatch:
-    """List pods, follow every change from there, and call `on_end` when a pod is told to end and again when it has ended. After
+    """List pods, follow every later change, and call `on_end` when a pod begins to terminate and again when it has ended. After
     an error, begin again. `selector`: as for `kubectl get pods -l`. `without`: the consequence of not watching, for the log."""
 
     def __init__(self, client: KubeClient, selector: str, on_end: Callable[[PodEnd], None], *, without: str) -> None:

@@ -32,7 +32,7 @@ REPORT = "report.html.gz"
 MOST_REPORT_BYTES = 1_000_000
 """Maximum size of the compressed report. A Secret holds 1 MiB, including keys and encoding."""
 SEEN_WITHIN_S = 30.0
-"""Seconds that the trainer stays after the run's end, so that alerts and open pages show the end."""
+"""Seconds for which the trainer keeps running after the run's end, so that alerts and open pages can show the end."""
 FAILURE_TOLD_WITHIN_S = 30.0
 _MOST_REASON = 2000
 PROGRESS_EVERY_S = 30.0
@@ -40,7 +40,7 @@ _ACTORS = "actors"
 
 
 async def run_goes_on(settings: TrainerSettings, version: int) -> None:
-    """Publish that the run is running, and restore the actors that an earlier end scaled to zero."""
+    """Publish that the run is running. If an earlier end of the run scaled the actors to zero, restore their number."""
     async with _cluster(settings) as client:
         if client is None:
             return
@@ -67,7 +67,7 @@ async def complete(
     settings: TrainerSettings, version: int, uploaded: Callable[[], Awaitable[None]], progress: Mapping[str, str]
 ) -> None:
     """Free the resources of a finished run as `on_completion` says. Publish the end only after `uploaded` has returned,
-    because a reader may then remove the release. The trainer is scaled to zero last, because that ends this process."""
+    because whoever reads it may remove the release. The trainer is scaled to zero last, because that ends this process."""
     async with _cluster(settings) as client:
         if client is None:
             return
@@ -87,7 +87,7 @@ async def complete(
 
 @asynccontextmanager
 async def failure_told(settings: TrainerSettings) -> AsyncIterator[None]:
-    """If a `UserError` ends the block, publish that the run failed. After other errors, a restarted trainer may succeed."""
+    """If a `UserError` ends the block, publish that the run failed. Leave out other errors: a restarted trainer may succeed."""
     try:
         yield
     except Exception as error:

@@ -206,7 +206,7 @@ def test_mistakes_prevent_a_start_and_failures_show_the_output(workplace: Path, 
     with pytest.raises(UserError, match=r"trainer\.step = 3: no such field; did you mean trainer\.steps"):
         pipelinerl.start("arithmetic", **{"trainer.step": 3})
     again: dict[str, Any] = {"task": None, "tasks": [{"task": RECIPE["task"], "reward": {"scorer": "exact"}}]}
-    unused = r"reward = 'math': no task uses it: each has a reward\.scorer or environment"
+    unused = r"reward = 'math': no task uses it: each has its own reward\.scorer or environment"
     for given, options, problem in (
         (["arithmetic", "none.py:score"], {}, r"reward = 'none\.py:score': there is no such file in"),
         (["arithmetic", "math"], {"reward.scorer": "exact"}, unused),
@@ -225,7 +225,7 @@ def test_mistakes_prevent_a_start_and_failures_show_the_output(workplace: Path, 
             next(mistaken.follow())
             with pytest.raises(UserError, match="ended with exit code 2"):
                 mistaken.stop().wait()
-        with pytest.raises(FieldError, match="was not started here"):
+        with pytest.raises(FieldError, match="was not started by this object"):
             pipelinerl.Run(run.path).stop()
     with pytest.raises(FieldError, match="there is no such folder"):
         pipelinerl.Run("runs/none")
