@@ -98,7 +98,7 @@ class Replay:
         return group == next(reversed(self._samples), "") and self._open.get(group) == (1 << self._samples[group]) - 1
 
     def in_flight(self) -> Iterator[tuple[str, int]]:
-        """Yield (group, sample) in order of issue."""
+        """Yield (group, sample) of each sequence in flight, in order of issue."""
         for group, mask in self._open.items():
             for sample in range(self._samples[group]):
                 if mask >> sample & 1:
@@ -118,7 +118,7 @@ class Replay:
             self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
 
     def reserve(self, event: Event) -> None:
-        """Record a reservation, even an undone one, because its groups may still be on the streams. Ignore other events."""
+        """Record a reservation of group numbers, even an undone one: its groups may be on the streams. Ignore other events."""
         if event.get("event") == "reserve" and isinstance(groups := event.get("groups"), int):
             self.reserved = max(self.reserved, groups)
 

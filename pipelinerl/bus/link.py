@@ -367,7 +367,7 @@ class Puller(ABC):
     async def _on_message(self, message: Msg) -> None: ...
 
     def on_refusal(self, refused: str) -> None:
-        """Raise `NotPermitted` in the waiting task if its requests use the subject `refused`, which is in lower case."""
+        """Raise `NotPermitted` in the waiting task if this reader's requests use the subject `refused` (in lower case)."""
         if refused == self._asked.lower():
             self._error = NotPermitted(self._connection.user, self._asked)
             self._woken.set()

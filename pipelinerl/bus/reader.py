@@ -235,7 +235,7 @@ class OrderedReader(Puller, Generic[_Item]):
         self._buffer.append((self._convert(message), len(message.data)))
 
     def _on_status(self, message: Msg) -> None:
-        """Treat the consumer as lost, except after a heartbeat or the normal end of a pull."""
+        """Treat the consumer as lost, unless the message is a heartbeat or reports the normal end of a pull."""
         status, description = _status(message)
         if status == _HEARTBEAT:
             return

@@ -88,7 +88,7 @@ def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings by gravity; those of equal gravity keep their order. The first one may explain the others, because
-    rules are listed with causes first: lost data, lengths, answers, rewards, numerics, the policy, speed."""
+    rules list causes first (for a run: lost data, lengths, answers, rewards, numerics, the policy, speed)."""
     return sorted(findings, key=lambda one: GRAVITIES.index(one.gravity))
 
 

@@ -38,7 +38,7 @@ ADOPTED: dict[str, tuple[Gravity, str, str]] = {
     "max-lag-too-small": ("warning", "The lag limit is below the lag that full actors cause", "architecture.md#staleness"),
     LACKING: ("note", "This machine lacks something that the recipe needs", "errors.md#before-a-run"),
 }
-"""Gravity, meaning and page of each finding that other checks of a recipe make, by id. Causes precede effects."""
+"""Gravity, meaning and page of each finding of the checks of `pipelinerl validate`, by id. Causes precede effects."""
 _MOST_ROWS, _PROBES = 2000, ("7", "yes", "A", "x")
 _COMPARING = ("task", "exact", "math", "math_boxed")
 """Scorers whose reference is a right answer."""
@@ -154,7 +154,7 @@ def quick_findings(recipe: Recipe, examined: Examination) -> list[Finding]:
 
 
 def adopted(id_: str, problem: FieldError, recipe: Recipe | None = None) -> Finding:
-    """Return a finding for a problem that another check has found."""
+    """Return a finding of the kind `id_` for a problem that a check of `pipelinerl validate` has found."""
     gravity, meaning, page = ADOPTED[id_]
     if id_ == UNPAID and recipe:
         share = recipe.sets_by_place[problem.field.removesuffix("reward.scorer")]
