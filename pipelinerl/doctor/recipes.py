@@ -390,8 +390,8 @@ def rewards(view: SetView) -> Rows:
         from half), in reward.answer_pattern (grave), or in the instructions before the answer; or it is blank or one character,
         and prompts ask for steps.
     judge-misled (recipes.md#another-model-as-judge): The judge cannot mark well: its template has neither {prompt} nor
-        {reference}, does not ask for the form of the pattern, or names a highest mark other than full_marks; or the pattern
-        reads only some digits of full_marks.
+        {reference}, does not ask for the form that judge.pattern reads, or names a highest mark other than full_marks; or
+        judge.pattern reads only some digits of full_marks.
     """
     at, reward, right, limit = view.place, view.share.reward, view.share.reward.correct, view.share.max_tokens
     tokens, penalty = reward.overlong.buffer_tokens, reward.overlong.penalty
