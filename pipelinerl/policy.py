@@ -81,7 +81,7 @@ class Policy:
 
 
 def pieces(texts: Iterable[str], stops: list[str]) -> Iterator[str]:
-    """Yield what each text adds to the one before it, up to the first stop text. No part of a stop text is yielded. Pure."""
+    """Yield what each text appends to the previous text, up to the first stop text. No part of a stop text is yielded."""
     text, num_shown, held_back = "", 0, max(map(len, stops), default=1) - 1
     for text in texts:
         if found := [at for stop in stops if (at := text.find(stop)) >= 0]:

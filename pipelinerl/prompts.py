@@ -31,7 +31,8 @@ _PREFIX = 3
 
 def use_chat_template(tokenizer: Any, model: ModelConfig) -> None:
     """Set the recipe's chat template on the tokenizer, with `chat_template_kwargs` as defaults of its variables. Servers of
-    checkpoints then need no further setting. Raises `FieldError`."""
+    checkpoints then need no further setting. Raises `FieldError` if `chat_template` is not a template, or if there
+    is no template for the variables."""
     if model.chat_template:
         if not is_template(model.chat_template):
             raise no_template_file(model.chat_template)
@@ -157,7 +158,7 @@ class Spellings:
                     break
 
     def first(self, text: str) -> str:
-        """Return the first token that the text spells, or an empty text."""
+        """Return the first of the tokens that occurs in the text; "" if there is none."""
         return next((spelled for _, spelled in self.found(text)), "")
 
     def parted(self, value: Any) -> Any:
@@ -170,8 +171,9 @@ class Spellings:
 
 
 def encoded_prompt(problem: Problem, config: TaskConfig, tokenizer: Any, control: ControlTokens) -> tuple[str, list[int]]:
-    """Return text and tokens of a problem's prompt, with instruction and system prompt. Marks are inserted only into text from
-    the row. The chat template writes the special tokens; in plain style, the tokenizer adds them. Raises `FieldError`."""
+    """Return text and tokens of a problem's prompt, with instruction and system prompt. Control tokens that the row
+    spells become ordinary text. The chat template writes the special tokens; without it, the tokenizer adds them. Raises
+    `FieldError` if the template refuses the prompt."""
     given, is_chat = problem.messages or ({"role": "user", "content": problem.question},), config.prompt_style == "chat"
     messages = conversation(control.parted(given), config)
     try:

@@ -42,15 +42,15 @@ SUBMITTED = "pipelinerl/submitted"
 STATE = "-run"
 """Suffix of the name of a ConfigMap with the state of a run. The part before it begins the names of the release's objects."""
 _LOOK_S = 2.0
-"""Seconds between two looks at the release, and between two attempts to fetch files."""
+"""Seconds between two queries of the release's state, and between two attempts to fetch files."""
 _LAST_STEPS_S, _GIVE_UP_S = 5.0, 600.0
 """Maximum seconds to wait for the last metrics, and seconds without progress after which a fetch is given up."""
 _GRPC_PORT = 50051
 
 
 class Release:
-    """A release, with its display and the commands that a person may need. `left`: what an interruption of this process leaves
-    behind."""
+    """A release, with its display and the commands that a person may need. `left`: text that says what remains on the cluster
+    if this process is interrupted."""
 
     def __init__(self, name: str, client: PersonClient, output: Path | None = None, steps: int = 0) -> None:
         self.name, self.client, self.left = name, client, "nothing was installed"
@@ -107,7 +107,7 @@ async def check_absent(release: Release) -> None:
     if claims := [name_of(claim) for claim in await release.client.items(kube.LIST_CLAIMS, release.claims)]:
         found.append(f"an earlier release left the claims {', '.join(claims)}; remove them ({release.unclaiming})")
     others = [labels_of(state)[INSTANCE] for state in states if (state.get("data") or {}).get("run") == release.name]
-    found += [f"the release {other} has a run of this name; remove that" for other in others]
+    found += [f"the release {other} has a run of this name; remove that release" for other in others]
     if found:
         raise FieldError("--release", release.name, f"{found[0]}, or give another name")
 
@@ -201,8 +201,8 @@ def failure_of(data: Mapping[str, str], trainer: Object | None) -> str | None:
 
 @dataclass
 class Look:
-    """A release at one moment. `prefix` begins the names of its objects; `data`: the state of its run; `uid`: identifies this
-    installation and its run's version. A fetch continues files of the same `uid` only."""
+    """A release at one moment. `prefix`: beginning of its objects' names. `data`: state of its run. `uid`: identifies this
+    installation and the run's policy version. A fetch continues an interrupted one only if both have the same `uid`."""
 
     prefix: str
     data: Mapping[str, str]
@@ -212,7 +212,7 @@ class Look:
 
     @property
     def is_finished(self) -> bool:
-        """True if the present trainer says that the run is finished. The one before an upgrade does not count."""
+        """True if the trainer has reported that the run is finished. A report from before an upgrade does not count."""
         revision = labels_of(self.trainer or {"metadata": {}}).get("controller-revision-hash", "")
         return self.data.get("phase") == FINISHED and self.data.get("revision", revision) == revision
 
@@ -245,8 +245,9 @@ async def look(release: Release) -> Look:
 
 
 async def watch(release: Release) -> Look:
-    """Show the run until it is finished. After a first look, wait while the API server does not answer or the trainer restarts.
-    Raises `ServiceError` if the run fails or its release is gone, `KubeError` if the first look fails or a right is missing."""
+    """Show the run until it is finished. Wait while the trainer restarts or, after the first query, the API does not answer.
+    Raises `ServiceError` if the run fails or its release is gone, and `KubeError` if the first query fails or a permission is
+    missing."""
     seen, following, finished_s = await look(release), asyncio.create_task(asyncio.sleep(0)), 0.0
     state, refused = release.state, list[KubeError]()
     async with release.client.forwarded(f"{seen.prefix}-trainer-0", _GRPC_PORT, refused) as target:
@@ -278,7 +279,8 @@ async def watch(release: Release) -> Look:
 
 
 async def _channel(release: Release, seen: Look, target: str) -> Channel:
-    """Open a channel with the trainer's own certificates, which its callers may use, or without TLS if it has none."""
+    """Open a channel to the trainer. The client uses the trainer's own certificate, from its Secret. A trainer without one is
+    called without TLS."""
     volumes = {volume["name"]: volume for volume in (seen.trainer or {})["spec"].get("volumes") or ()}
     certificates = None
     if "tls" in volumes:
@@ -300,7 +302,7 @@ _SHOWN_BYTES = 16 * 2**20
 async def fetch(release: Release, seen: Look, folder: Path) -> Path:
     """Fetch the run's files into `folder`, write the report there, and return its path. A file that an earlier try fetched in
     part is continued. Raises `ServiceError` if a file is lacking or has a wrong size, if the disk is too small, or if nothing
-    arrives for `_GIVE_UP_S`. Raises `KubeError` if a right is missing or the pod is gone, and errors of `_fetch_all`
+    arrives for `_GIVE_UP_S`. Raises `KubeError` if a permission is missing or the pod is gone, and errors of `_fetch_all`
     and `write_report`, such as `FieldError` if the folder has other files."""
     before, since_s = -1, 0.0
     while True:
@@ -308,7 +310,7 @@ async def fetch(release: Release, seen: Look, folder: Path) -> Path:
             await _fetch_all(release, seen, folder)
             return await asyncio.to_thread(write_report, folder)
         except KubeError as error:
-            if error.status in (401, 403, 404):  # a right is missing, or the pod is gone
+            if error.status in (401, 403, 404):  # a permission is missing, or the pod is gone
                 raise
             if (here := _bytes_in(folder)) > before:
                 before, since_s = here, time.monotonic()
@@ -335,7 +337,7 @@ async def _fetch_all(release: Release, seen: Look, folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # noqa: ASYNC240 - nothing else runs meanwhile
     (folder / _MARK).write_text(seen.uid)
     if total - _bytes_in(folder) > shutil.disk_usage(folder).free:
-        raise ServiceError(f"the results have {total / 1e9:,.1f} GB, too many for the disk of {folder}; free space on it")
+        raise ServiceError(f"the results need {total / 1e9:,.1f} GB, more than is free on the disk of {folder}; free some")
     for name, (size, target) in files.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("ab") as file:

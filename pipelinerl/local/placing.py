@@ -15,11 +15,12 @@ from pipelinerl.run_dir import RunDir, write_json
 
 def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | None, list[str]]:
     """Return the recipe, the placement (None without a GPU), and lines to print. In the recipe, numbers replace `auto`, and
-    Gloo replaces NCCL if needed. `wanted`: the user's placement, as JSON or as a JSON file's name. Raises `FieldError`."""
+    Gloo replaces NCCL if needed. `wanted`: the user's placement, as JSON or as a JSON file's name; "" = choose one. Raises
+    `FieldError` if the placement is invalid or does not fit the GPUs of this machine."""
     found = find_devices()
     if not found.devices:
         if wanted:
-            raise FieldError(OPTION, wanted, f"{found.problem}; leave it out")
+            raise FieldError(OPTION, wanted, f"{found.problem}; leave this option out")
         if recipe.actor.colocate:
             raise FieldError("actor.colocate", True, f"needs a GPU: {found.problem}; use false here")
         return numbered(recipe), None, [f"note: the run uses the CPU: {found.problem}"] if has_gpu() else []
@@ -49,7 +50,7 @@ def write_placement(run_dir: RunDir, recipe: Recipe, placement: Placement | None
 
 
 def _text(wanted: str) -> str:
-    """Return the user's placement as JSON text. Raises `FieldError`."""
+    """Return the user's placement as JSON text. Raises `FieldError` if its file cannot be read."""
     if wanted.lstrip().startswith("{"):
         return wanted
     try:

@@ -63,8 +63,8 @@ class ServiceDied(ServiceError):
     """A service's process ended unexpectedly. Attributes: `name`, `returncode` (-9 = SIGKILL)."""
 
     def __init__(self, launch: Launch, returncode: int, restarts: int = 0) -> None:
-        """`restarts`: number of restarts in a row before the service was given up. The message quotes the end of the log. If
-        the service reported a user's mistake, the message quotes only this report."""
+        """`restarts`: number of restarts in a row for the message; 0 = leave it out. The message quotes the end of the log, or
+        only the user's mistake if the service reported one."""
         self.name, self.returncode, tail = launch.name, returncode, log_tail(launch.log)
         how = f"exited with code {returncode}" if returncode >= 0 else f"was killed by {how_ended(returncode)}"
         after = f" after {restarts} restarts in a row" if restarts else ""
@@ -170,7 +170,7 @@ class ServiceProcess:
 @dataclass
 class Restarts:
     """Decide whether and when a service is restarted, by its number of restarts in a row. A process that lived for `stable_s`
-    resets this number, and so does progress of the run since the previous death. A user's mistake allows no restart."""
+    resets this number, as does progress of the run since the last death. After a user's mistake, a service is not restarted."""
 
     limit: int = 5
     """Maximum restarts in a row."""
@@ -183,8 +183,8 @@ class Restarts:
     _furthest: int = field(default=0, init=False)
 
     def next_delay_s(self, lived_s: float, exit_code: int, served: bool, reached: int = 0) -> float | None:
-        """Count a death. Return the seconds until the next start, or None to give up. `served`: whether any process of the
-        service has served. `reached`: the run's furthest step."""
+        """Count a death. Return the seconds until the next start; None = do not restart. `served`: whether any process of the
+        service has served. `reached`: the run's furthest step; 0 = ignore the run's progress."""
         if lived_s >= self.stable_s or reached > self._furthest:
             self.in_a_row = 0
         self._furthest = max(self._furthest, reached)
@@ -235,7 +235,7 @@ def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
 
 
 def http_status(address: str, path: str, timeout_s: float) -> int | None:
-    """Return the status code of `GET http://<address><path>`; None without a timely HTTP answer."""
+    """Return the status code of `GET http://<address><path>`; None if no HTTP answer arrives in `timeout_s`."""
     try:
         with contextlib.closing(http.client.HTTPConnection(address, timeout=timeout_s)) as connection:
             connection.request("GET", path)

@@ -1,7 +1,7 @@
 """Show a run's progress, with a live display on a terminal and with plain lines elsewhere.
 
-Events of the run update `RunState`. The pure functions `rows` and `plain_line` turn it into text, which
-never quotes the model. A metric that is missing or null is shown as `-`.
+Events of the run update `RunState`. The pure functions `rows` and `plain_line` turn this state into text, which never contains
+a completion. A metric that is missing or null is shown as `-`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def sparkline(values: Iterable[float], width: int) -> str:
 
 
 _UNSTEADY_S = 10.0
-"""The remaining time is hidden after a pause as long as three steps, but not before this many seconds."""
+"""The remaining time is hidden when no step has ended for this many seconds and for the usual time of three steps."""
 
 
 def phase_of(actor: ActorState | str) -> str:
@@ -93,7 +93,7 @@ class RunState:
     """Each actor's state, or the reason why it is unknown, by the actor's name."""
     sequences: Mapping[str, int] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Message of the first sequence that failed for each reason, by reason. It may quote the model or a reward."""
+    """By reason of failure: the message of the first sequence that failed for it, which may quote a completion."""
     restarts: Counter[str] = field(default_factory=Counter)
     page: str = ""
     """URL of the live page; empty if it is not served."""
@@ -162,7 +162,7 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Describe the services in a pause: no step for `QUIET_S` seconds and for the time of three steps. Otherwise return ""."""
+    """Describe the services if no step has ended for `QUIET_S` seconds and the usual time of three steps; else return ""."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""

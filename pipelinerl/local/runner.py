@@ -107,8 +107,8 @@ def grace_s(kind: str, left_s: float, within_s: float) -> float:
 
 @dataclass
 class LocalRun:
-    """The processes of one run. `run` starts all of them and always ends all of them. An actor that dies too often is given up.
-    The run fails when all actors are given up. If a user scales to 0 actors, the trainer waits."""
+    """The processes of one run. `run` starts all of them and always ends all of them. An actor that dies too often is given up,
+    that is, not restarted again. The run fails when all actors are given up. With 0 actors, the trainer waits."""
 
     recipe: Recipe
     run_dir: RunDir
@@ -136,13 +136,13 @@ class LocalRun:
         self._processes: dict[str, ServiceProcess] = {}
         """The newest process of each name, ended or not."""
         self._actors: dict[int, Service] = {}
-        """The wanted actors by number. Some may be starting or given up."""
+        """The run's actors, keyed by their numbers. Some may be starting, or have died too often to be restarted."""
         self._told: set[str] = set()
         """Keys of the printed warnings. Each warning is printed only once."""
         self._interrupts, self._unread = 0, False
         self._stop_by_s: float | None = None
         self._writing_since: tuple[int, float] | None = None
-        """Version of the checkpoint that the stop waits for, and the time at which it was first seen."""
+        """Version of the checkpoint that the stop waits for, and the monotonic time at which its writing was noticed."""
         self._making_model = asyncio.Lock()
         self._first_checkpoint = checkpoint_bytes(self.recipe, known_parameters(self.recipe.model))
         given = self.environment.get(STOP_CHECKPOINT) or TrainerSettings.model_fields["stop_checkpoint_s"].default
@@ -211,7 +211,7 @@ class LocalRun:
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
-        """Start the trainer and wait for the run's end. Fails if a service fails for good."""
+        """Start the trainer and wait for the run's end. Fails if a service has used up its restarts."""
         async with asyncio.TaskGroup() as group:
             watching = watch_actors(self._actors, self._certificates, self._state)
             upkeep = watching, self._keep(nats), self._keep(verifier), self._keep_actors(), self._watch_disk()
@@ -429,7 +429,7 @@ class LocalRun:
         return min(wanted, most)
 
     async def _keep_actors(self) -> None:
-        """Keep the wanted number of actors running until cancelled. Fails when the last actor is given up."""
+        """Keep the wanted number of actors running until cancelled. Fails when no actor may be restarted any longer."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 wanted, here = self._actors_wanted(), len(self._actors)
@@ -451,10 +451,10 @@ class LocalRun:
             service.given_up = True
             if all(actor.given_up for actor in self._actors.values()):
                 raise
-            self._note(f"{died.name} is given up: {died}")
+            self._note(f"{died.name} is not restarted again: {died}")
 
     async def _scale(self, count: int) -> None:
-        """Remove all actors that were given up, and then start or stop actors until there are `count`. Those with the highest
+        """Remove all actors that died too often, and then start or stop actors until there are `count`. Those with the highest
         numbers are stopped. New actors get the lowest free numbers. Raises `ServiceError` if a process cannot be started."""
         if count == 0:
             command = f"pipelinerl scale actors N --run-dir {shlex.quote(str(self.run_dir.path))}"

@@ -148,7 +148,7 @@ class ServiceLaunches:
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """Return the trainer's launch. A trainer with a live page keeps the port of its previous address `again`, if free."""
+        """Return the trainer's launch. `again`: address before a restart, whose port is kept for a live page if it is free."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:  # Open pages ask the previous port.
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)

@@ -258,8 +258,8 @@ def decode_group(data: bytes, *, expected_run: str = "") -> PromptGroup:
 
 
 def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
-    """Return a group that `decode_group` refuses, without prompt and partials, to publish its samples as failed. Return None if
-    the message does not identify a group of `run`."""
+    """Return a group that `decode_group` refuses, reduced to the fields with which its samples can be published as failed.
+    Return None if the message does not identify a group of `run`."""
     try:
         message = parse(pb.PromptGroup(), data, _GROUP)
     except MessageError:
@@ -315,7 +315,7 @@ def _finish_reason(number: int, kind: str, field: str) -> FinishReason | None:
     for reason, its_number in FINISH_REASON_TO_PROTO.items():
         if its_number == number:
             return reason
-    raise MessageError(kind, field, f"{number} names no finish reason")
+    raise MessageError(kind, field, f"{number} is not a known finish reason")
 
 
 _ENCODERS: dict[str, Callable[[Any], Any]] = {
@@ -361,7 +361,7 @@ def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
             field = "completion_token_ids" if len(branch.prompt_token_ids) else "prompt_token_ids"
             raise MessageError(_SEQUENCE, f"{prefix}{field}", "is empty, although the sequence names no failure")
         if any(turn.finish_reason is None for turn in branch.turns):
-            raise MessageError(_SEQUENCE, f"{prefix}turns", "a turn is unfinished; only a partial sequence may have one")
+            raise MessageError(_SEQUENCE, f"{prefix}turns", "a turn is unfinished, which only a partial sequence allows")
     terms = {f"reward_components[{name}]": value for name, value in sequence.reward_components.items()}
     for name, value in {"reward": sequence.reward, **terms}.items():
         check_finite(value, _SEQUENCE, name)
@@ -383,7 +383,7 @@ def check_group(group: PromptGroup, *, expected_run: str = "") -> None:
     for token_id in group.sampling.stop_token_ids:
         check_uint(token_id, _GROUP, "sampling.stop_token_ids", bits=31)
     if "" in group.sampling.stop:
-        raise MessageError(_GROUP, "sampling.stop", "holds an empty text, which would end every completion")
+        raise MessageError(_GROUP, "sampling.stop", "contains an empty text, which would end every completion")
     for name in ("problem_index", "seed", "issued_version"):
         check_uint(getattr(group, name), _GROUP, name, bits=64)
     _check_num_samples(group.num_samples, _GROUP, "num_samples")

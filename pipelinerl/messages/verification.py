@@ -81,7 +81,7 @@ def status_name(status: int) -> str:
 
 
 class VerifierAway(ServiceError):
-    """A call to the verifier failed, but another one may succeed."""
+    """A call to the verifier failed, but another call may succeed."""
 
 
 class VerifierClient:

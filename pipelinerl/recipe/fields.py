@@ -229,7 +229,7 @@ class ModelConfig(Section):
     logits to `dtype`, which changes log-probabilities by hundredths of a nat."""
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Maximum number of prompt and completion tokens together.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = "auto"
-    """Attention of the trainer. `auto`: PipelineRL's own, or `eager` for models whose log-probabilities it would change."""
+    """Attention of the trainer. `auto`: PipelineRL's own, or `eager` where that would change the model's log-probabilities."""
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     chat_template: str = Field("", description="Jinja chat template, or its path; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}
@@ -345,7 +345,7 @@ class JudgeConfig(Section):
     template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")]
     """Message to the judge. It must contain `{completion}`; `{prompt}` and `{reference}` (answer) are optional."""
     pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")]
-    r"""Regular expression, such as `Score: (\d+(?:\.\d+)?)`. Group 1 of its last match in the judge's reply is the number."""
+    r"""Regular expression, such as `Score: (\d+(?:\.\d+)?)`. Group 1 of its last match in the judge's reply is the score."""
     full_marks: float = Field(1.0, gt=0, description="Number that the judge gives a fully right answer, on a scale from 0.")
     concurrency: int = Field(16, ge=1, le=1024, description="Maximum simultaneous calls by each verifier for a task.")
     requests_per_minute: float = Field(
@@ -470,8 +470,8 @@ class ActorConfig(Section):
     needs a local run with one actor and one rank."""
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
     publish_buffer: Changeable[int] = Field(1024, ge=1)
-    """Maximum finished sequences that each actor queues for the verifier and NATS. Up to 4 × `verify_batch` more are being
-    verified or published."""
+    """Maximum finished sequences that each actor queues for the verifier and NATS. In addition, up to 4 × `verify_batch`
+    sequences are being verified or published."""
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -593,7 +593,7 @@ class TrainerConfig(Section):
     shard_ranks: Changeable[int] = Field(0, ge=0, le=65_536)
     """Ranks that share one copy of weights and optimizer. 0 = all ranks; a smaller group = hybrid sharding."""
     reshard_after_forward: Changeable[bool] = True
-    """Free gathered weights and gather them again for the backward pass: less memory, more traffic."""
+    """Free gathered weights after the forward pass and gather them again for the backward pass: less memory, more traffic."""
     threads: Changeable[int] = Field(0, ge=0, le=1024, description="Torch threads per rank on CPU; 0 = its share of the cores.")
     give_up_after_groups: Changeable[int] = Field(0, ge=0)
     """The run ends with an error after this many consecutive prompt groups whose sequences all failed or were filtered. 0 = as
@@ -617,12 +617,12 @@ class WeightUpdateConfig(Section):
     """Store in which the trainer keeps versions, whole and as differences (docs/weight-log.md): `nats`, or the URL of a folder,
     such as s3://bucket/weights. Empty = none; with `backend: log`, empty means `nats`."""
     anchor_every: Changeable[int] = Field(20, ge=1, le=4096)
-    """Versions from one whole version in `weights.log` to the next; fewer if the differences since then are larger than it."""
+    """Versions from one whole version in `weights.log` to the next; fewer if the differences in between together exceed one."""
     keep_versions: Changeable[bool] = False
-    """Keep every version in `weights.log`. false = delete versions older than the second newest whole one."""
+    """Keep every version in `weights.log`. false = delete versions older than the second newest whole version."""
     chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast; null: gloo 16, nccl 128.")
     staging_buffers: Changeable[int] = Field(2, ge=1, le=64)
-    """Chunks that an actor buffers while it receives; with 1, it receives and loads in turn."""
+    """Chunks that an actor buffers while it receives weights. With 1, it alternates between receiving and loading a chunk."""
     wire_dtype: Literal["model", "float32", "bfloat16"] = Field("model", description="Dtype in which weights are sent.")
     deadline_s: Changeable[float] = Field(60.0, gt=0, description="Seconds without progress until late actors are evicted.")
     recompute_kv: Changeable[bool] = Field(False, description="Recompute the KV cache of unfinished sequences at each update.")
@@ -636,9 +636,9 @@ class WeightUpdateConfig(Section):
     nats (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, the trainer ignores
     that actor's sequences, except in batches already taken. 0 = off."""
     stop_on_mismatch: Changeable[bool] = False
-    """End the run also if a later probe exceeds `probe_tolerance`. false = only count the failure."""
+    """End the run if any probe exceeds `probe_tolerance`. false = only the first probe ends it; later failures are counted."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)
-    """Seconds that all actors may take to register (longer while one loads), and then one of them to serve a version."""
+    """Seconds allowed for all actors to register (longer while one loads), and then for one actor to serve a version."""
 
     @property
     def log_place(self) -> str:
@@ -657,7 +657,7 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """A run writes a checkpoint at its end, and further ones at these times."""
+    """When a run writes checkpoints, besides the one at its end, how many it keeps, and where it uploads them."""
 
     every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = only by time.")
     every_minutes: Changeable[float] = Field(0.0, ge=0)
@@ -679,7 +679,7 @@ class Recipe(Section):
     """Name of the recipe, and by default of the run."""
     description: Changeable[str] = Field("", description="One line that says what the recipe trains.")
     mode: Literal["pipeline", "conventional"] = "pipeline"
-    """`pipeline`: generate and train at the same time. `conventional`: in turns."""
+    """`pipeline`: generate and train at the same time. `conventional`: generate, then train, then generate again."""
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of problems, the trainer and, with `sampling.seeded`, samples.")
     record: bool = False
     """Keep the sequences of each step and a digest of each version, so that `pipelinerl replay` can repeat the steps."""
@@ -717,7 +717,7 @@ class Recipe(Section):
 
     @property
     def sets_by_place(self) -> dict[str, ProblemSet]:
-        """All tasks and further evaluation sets, keyed by the prefix of their field names."""
+        """All tasks and further evaluation sets, keyed by the prefix of their fields, such as `evaluation.sets.0.`."""
         sets = {f"evaluation.sets.{position}.": one for position, one in enumerate(self.evaluation.sets)}
         return {**self.tasks_by_place, **sets}
 
@@ -749,7 +749,7 @@ class Recipe(Section):
 
     @property
     def max_tokens(self) -> int:
-        """Maximum completion tokens, over all tasks."""
+        """Largest `max_tokens` of all tasks."""
         return max(share.max_tokens for share in self.tasks_by_place.values())
 
     @model_validator(mode="before")

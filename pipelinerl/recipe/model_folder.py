@@ -30,7 +30,7 @@ _SMOLLM2_PARAMETERS = 134_515_008
 _HUB_S = 20.0
 _ACTIVE_IN_NAME = re.compile(r"-A(\d+(?:\.\d+)?)B(?![a-z])", re.IGNORECASE)
 _COUNTED = 64
-"""Number of texts to tokenise: those with the most characters. One of them almost always has the most tokens."""
+"""Only this many texts, the longest in characters, are tokenised. One of them almost always has the most tokens."""
 
 
 def model_folder(model: ModelConfig) -> Path | None:
@@ -190,7 +190,7 @@ def parameters_in(folder: Path) -> int:
         try:
             parameters += elements_in(path)
         except ValueError as error:
-            raise FieldError("model.name", str(folder), f"{path.name} {error}") from None
+            raise FieldError("model.name", str(folder), f"{path.name} {error}; copy it again") from None
     return parameters
 
 
@@ -211,7 +211,8 @@ def hub_parameters(model: ModelConfig) -> int:
 
 
 def token_counter(model: ModelConfig) -> Callable[[Iterable[str]], int] | None:
-    """Return a function from texts to their largest token count; None without a tokenizer here. Raises `FieldError`."""
+    """Return a function that returns the largest token count of given texts; None if this machine lacks the tokenizer. Raises
+    `FieldError` if tokenizer.json cannot be read."""
     folder = model_folder(model)
     path = cached(model, "tokenizer.json") if folder is None else folder / "tokenizer.json"
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:

@@ -88,8 +88,8 @@ def try_import(field: str, path: str, config: str, environment: Mapping[str, str
 
 @dataclasses.dataclass
 class Examination:
-    """Results of the checks of a recipe. `problems`: its mistakes, followed by errors of type `Lacking`. `sources`: sources of
-    the usable problem sets, keyed like `Recipe.sets_by_place`. `calls`: trial calls of rewards by `rehearse`."""
+    """Results of the checks of a recipe. `problems`: its mistakes, then things that this machine lacks (`Lacking`). `sources`:
+    sources of the usable problem sets, keyed like `Recipe.sets_by_place`. `calls`: trial calls of rewards by `rehearse`."""
 
     problems: list[FieldError] = dataclasses.field(default_factory=list)
     sources: dict[str, Source] = dataclasses.field(default_factory=dict)
@@ -114,9 +114,9 @@ def environment_with(modules: Path | None) -> dict[str, str]:
 
 
 def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *, prompts: bool = False) -> Examination:
-    """Check the recipe and this machine. Among other things, make a held-out problem of each set, import the user's code, and
-    call the rewards on up to `reward_rows` problems of each set. `modules`: folder of the user's code. `prompts`: render
-    prompts even if no set uses a chat template. Raises `FieldError` if `reward_rows` is negative."""
+    """Check the recipe and this machine. Among other things, make a held-out problem of each problem set, import the user's
+    code, and call the rewards on up to `reward_rows` problems of each set. `modules`: folder of the user's code. `prompts`:
+    render prompts even if no set uses a chat template. Raises `FieldError` if `reward_rows` is negative."""
     if reward_rows < 0:
         raise FieldError("--reward-rows", reward_rows, "give 0 to try no reward, or a larger number")
     examined, environment = Examination(), environment_with(modules)
@@ -231,7 +231,8 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
-    """Add a set's source to `sources`. Yield an error if it makes no problem, or has a character unknown to a small model."""
+    """Add the source of a problem set to `sources`. Yield an error if the source cannot make a problem, or if a question has a
+    character that the recipe's small model does not know."""
     task = share.task
     try:
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)

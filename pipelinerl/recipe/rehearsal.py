@@ -36,10 +36,10 @@ _MATHEMATICS = ("math", "math_boxed")
 _PACKAGES = {"math": ("mpmath",), "math_boxed": ("mpmath",), "json_schema": ("jsonschema",)}
 """Packages of scorers, which may be missing on a machine that only checks recipes."""
 _BARE = ("task", "exact", "code", *_MATHEMATICS)
-"""Scorers that accept the reference answer without other text. For `math_boxed`, it needs a box."""
+"""Scorers that accept a completion with only the reference answer, which for `math_boxed` must be in a box."""
 
 _OTHERS_TRIED = 6
-"""Number of first problems on which a user's function also gets wrong answers."""
+"""A user's reward function also gets wrong answers on this many problems, the first ones of each set."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ def rehearse(
 
 
 def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
-    """Yield the calls to make for a set. An empty completion is tried on the first problem, and where there is no reference."""
+    """Yield the calls to make for a problem set. The first problem, and each one without a reference answer, also gets an
+    empty completion."""
     split, there = (Split.TRAIN, num_rows) if share.name in recipe.mixture else (Split.HELDOUT, source.num_heldout)
     if split is Split.TRAIN and isinstance(source, FileSource):
         there = len(source.problems) - source.num_heldout
@@ -138,8 +139,8 @@ def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_ro
 
 
 def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
-    """Return completions with the answer that the reward must find in each. A completion is `answer` alone, or a text with it
-    that fits `answer_pattern`. For mathematics, there are also completions with a box around `answer`."""
+    """Return pairs of a completion and the answer that the reward must find in it. A completion is `answer` alone, or a text
+    with `answer` that fits `answer_pattern`. For mathematics, some completions have `answer` in a box."""
     pattern = share.reward.answer_pattern
     answers = [rf"\boxed{{{answer}}}", answer] if share.reward.scorer in _MATHEMATICS else [answer]
     texts = ((text, form) for form in answers for text in ((written(pattern, form).strip() if pattern else form), form))
@@ -181,12 +182,12 @@ _TOKEN = re.compile(
     r"(?s)(\\(?:x..|u....|.)|\[\^?]?(?:\\.|[^]\\])*]|\((?:\?(?:P=\w+|P<\w+>|<?[=!]|[a-zA-Z-]*:?|>))?"
     r"|([*+?]|\{(?:\d+,?\d*|,\d+)})[?+]?|.)"
 )
-"""Matches a part of a pattern: a character, a set, a bracket or a repetition. Group 2 is empty, except for a repetition."""
+"""Matches a part of a regular expression: a character, a set, a bracket or a repetition. Group 2 matches only repetitions."""
 
 
 @cache
 def _character(token: str) -> str:
-    """Return a character that a part of a pattern matches; empty if it matches only a position, or is a backreference."""
+    """Return a character that `token`, a part of a pattern, matches; "" if it matches a position or is a backreference."""
     return next((one for one in f" 7xA{string.printable}{token}" if re.fullmatch("()" * 9 + token, one)), "")
 
 
@@ -203,8 +204,8 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
-    """Yield an error for each set whose reward fails: all reference answers fail, or a call fails for another reason than a
-    `bad_reference`. A single `bad_reference` is a mistake in its row, not in the reward."""
+    """Yield an error for each problem set whose reward fails: all reference answers fail, or a call fails for another reason
+    than a `bad_reference`. A single `bad_reference` is a mistake in its row, not in the reward."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]
@@ -218,7 +219,7 @@ def _failures(made: list[Call], failed: list[Call]) -> str:
 
 
 def rehearsed(share: ProblemSet, calls: list[Call]) -> str:
-    """Return a summary of the calls of one set, as one line of text."""
+    """Return a summary of the reward calls on one problem set, as one line of text."""
     failed, good = ([call for call in calls if (call.status == "ok") is is_good] for is_good in (False, True))
     told = []
     kinds = {"reference answers": (True, False), "wrong ones": (True, True), "empty ones": (False, False)}
@@ -297,8 +298,8 @@ def _uses_template(share: ProblemSet) -> bool:
 
 
 def preview(recipe: Recipe, sources: Mapping[str, Source], environment: Mapping[str, str], *, all_prompts: bool) -> Preview:
-    """Render the first prompt of each set whose prompts are known before the run. This takes seconds, so it is done only if
-    `all_prompts` is true, a set uses a chat template, or the recipe sets a chat template or its variables."""
+    """Render the first prompt of each problem set whose prompts are known before the run. This takes seconds, so it is done
+    only if `all_prompts` is true, a problem set uses a chat template, or the recipe gives a template or its variables."""
     shares, set_by_user = recipe.sets_by_place, recipe.model.chat_template or recipe.model.chat_template_kwargs
     if not (all_prompts or set_by_user or any(map(_uses_template, shares.values()))):
         return Preview()

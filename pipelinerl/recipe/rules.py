@@ -42,7 +42,7 @@ def broken_rules(recipe: Recipe) -> list[FieldError]:
 
 
 def unused_fields(recipe: Recipe) -> Iterator[FieldError]:
-    """Yield a warning for each field with a value of its own that has no effect without a certain value of another field."""
+    """Yield a warning for each field that differs from its default but has no effect, because of another field's value."""
     algorithm, weights, loss, mask = recipe.algorithm, recipe.weights, recipe.algorithm.loss, recipe.algorithm.mask
     has_episodes = any(share.task.is_episodic for share in recipe.mixture.values())
     sets, rewarded = recipe.sets_by_place.values(), ("environment", "verifiers")  # those take only a part of `reward`

@@ -442,7 +442,7 @@ async def test_scaling_down_takes_the_actor_that_is_given_up(tmp_path: Path, mon
     run = Run(tmp_path / "run", recipe(steps=100_000), {"FAKE_ACTOR_EXIT": "2", "FAKE_ONLY_ACTOR": "actor-0"})
     run.dir.scale.write_text('{"actors": 2}')
     async with running(run) as ending:
-        await until(lambda: "actor-0 is given up: actor-0 exited with code 2" in run.printed.getvalue())
+        await until(lambda: "actor-0 is not restarted again: actor-0 exited with code 2" in run.printed.getvalue())
         lives = run.pids()["actor-1"]
         run.dir.scale.write_text('{"actors": 1}')
         await until(lambda: "actor-0" not in run.pids())

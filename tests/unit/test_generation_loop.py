@@ -518,7 +518,7 @@ async def test_a_request_that_the_engine_does_not_know_yet_is_aborted_when_it_do
     [
         ({"sample_index": 5}, "partials: sample 5 is not in"),
         ({"completion_token_ids": np.arange(17, dtype="<i4").tobytes()}, "partials.behaviour_logprobs"),
-        ({"finish_reason": 9}, "finish_reason: 9 names no finish reason"),
+        ({"finish_reason": 9}, "finish_reason: 9 is not a known finish reason"),
         ({"spans": []}, "partials.spans"),
     ],
 )
