@@ -245,9 +245,9 @@ async def look(release: Release) -> Look:
 
 
 async def watch(release: Release) -> Look:
-    """Show the run until it is finished. Wait while the trainer restarts or, after the first query, the API does not answer.
-    Raises `ServiceError` if the run fails or its release is gone, and `KubeError` if the first query fails or a permission is
-    missing."""
+    """Show the run until it is finished. Wait while the trainer restarts and, after a first successful query, while the API
+    server does not answer. Raises `ServiceError` if the run fails or its release is gone, and `KubeError` if the first query
+    fails or a permission is missing."""
     seen, following, finished_s = await look(release), asyncio.create_task(asyncio.sleep(0)), 0.0
     state, refused = release.state, list[KubeError]()
     async with release.client.forwarded(f"{seen.prefix}-trainer-0", _GRPC_PORT, refused) as target:

@@ -211,7 +211,7 @@ class LocalRun:
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
-        """Start the trainer and wait for the run's end. Fails if a service has used up its restarts."""
+        """Start the trainer and wait for the run's end. Fails if NATS, verifier, trainer or every actor is out of restarts."""
         async with asyncio.TaskGroup() as group:
             watching = watch_actors(self._actors, self._certificates, self._state)
             upkeep = watching, self._keep(nats), self._keep(verifier), self._keep_actors(), self._watch_disk()

@@ -617,7 +617,7 @@ class WeightUpdateConfig(Section):
     """Store in which the trainer keeps versions, whole and as differences (docs/weight-log.md): `nats`, or the URL of a folder,
     such as s3://bucket/weights. Empty = none; with `backend: log`, empty means `nats`."""
     anchor_every: Changeable[int] = Field(20, ge=1, le=4096)
-    """Versions from one whole version in `weights.log` to the next; fewer if the differences in between together exceed one."""
+    """Versions from one whole version in `weights.log` to the next; fewer if the differences in between outgrow a whole version."""
     keep_versions: Changeable[bool] = False
     """Keep every version in `weights.log`. false = delete versions older than the second newest whole version."""
     chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast; null: gloo 16, nccl 128.")
@@ -636,7 +636,7 @@ class WeightUpdateConfig(Section):
     nats (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, the trainer ignores
     that actor's sequences, except in batches already taken. 0 = off."""
     stop_on_mismatch: Changeable[bool] = False
-    """End the run if any probe exceeds `probe_tolerance`. false = only the first probe ends it; later failures are counted."""
+    """End the run if any probe exceeds `probe_tolerance`. false = only a failed first probe ends it; others are counted."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)
     """Seconds allowed for all actors to register (longer while one loads), and then for one actor to serve a version."""
 
