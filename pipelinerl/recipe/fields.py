@@ -617,7 +617,7 @@ class WeightUpdateConfig(Section):
     """Store in which the trainer keeps versions, whole and as differences (docs/weight-log.md): `nats`, or the URL of a folder,
     such as s3://bucket/weights. Empty = none; with `backend: log`, empty means `nats`."""
     anchor_every: Changeable[int] = Field(20, ge=1, le=4096)
-    """Versions from one whole version in `weights.log` to the next; fewer if the differences in between outgrow a whole version."""
+    """Versions from one whole version in `weights.log` to the next; fewer if the differences outgrow a whole version."""
     keep_versions: Changeable[bool] = False
     """Keep every version in `weights.log`. false = delete versions older than the second newest whole version."""
     chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast; null: gloo 16, nccl 128.")
