@@ -29,8 +29,8 @@ ABOUT, ADAPTER = "pipelinerl.json", "adapter_config.json"
 """Files of a checkpoint: one with its policy version, and one with the configuration of a LoRA adapter."""
 MODEL_IN = ("config.json", ADAPTER)
 NOTHING_THERE = -1
-"""Stream position in a checkpoint if none of the messages on the streams belongs to it. A trainer that continues from such a
-checkpoint empties the streams first."""
+"""Stream position in a checkpoint if no message on the streams belongs to that checkpoint. A trainer that continues from
+this checkpoint empties the streams first."""
 STATE_FORMAT = 3
 """Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
@@ -62,7 +62,7 @@ class RunDir:
         self.placement = self.path / "placement.json"
         """GPUs of trainer and actors, and the fields that were `auto` in the recipe, which `--resume` sets to `auto` again."""
         self.modules = self.path / "modules"
-        """Copies of the Python modules beside the recipe, if the recipe names one of them. The verifier imports these."""
+        """Copies of the Python modules beside the recipe, if the recipe names one of them. The verifier imports the copies."""
         self.checkpoint = self.path / "checkpoint"
         """Policy and tokenizer of the last checkpoint, as Hugging Face stores them."""
         self.checkpoints = self.path / CHECKPOINTS
@@ -72,7 +72,7 @@ class RunDir:
         self.nats_store = self.path / "nats"
         """Streams and configuration of the run's nats-server."""
         self.credentials = Credentials(self.path / "secrets")
-        """Credentials of the run's latest start."""
+        """Files with NATS logins, a certificate and the live page's key. Each start of the run makes new ones."""
 
     def log(self, service: str) -> Path:
         return self.path / "logs" / f"{service}.log"
@@ -173,8 +173,8 @@ def create_run_dir(
 ) -> RunDir:
     """Make the folder of a new run: `path` if given, else `runs/<name>`. The default name is the recipe's with the time `now`.
 
-    Only its owner can read a new folder. Files of a run whose trainer never started are removed. Raises `FieldError` if the
-    name cannot be used, the folder is not empty, or its disk is too full.
+    A new folder can be read only by its owner. If the folder holds only files of a run whose trainer never started, they are
+    removed. Raises `FieldError` if the name cannot be used, the folder holds other files, or its disk is too full.
     """
     RunDir(path or Path("runs"), "").check_space("--run-dir", first_checkpoint_bytes)
     run = new_place(recipe_name, now, name, path)
@@ -212,7 +212,8 @@ def check_folder(folder: Path, option: str = "RUN_DIR") -> None:
 
 
 def run_name(folder: Path, option: str = "RUN_DIR") -> str:
-    """Return the name of the run in this folder: from a file of `NAMED_IN`, or else the folder's name. Raises `FieldError`."""
+    """Return the name of the run in this folder: from a file of `NAMED_IN`, or else the folder's name. Raises `FieldError` if
+    the folder does not exist, or if the file or the name is invalid."""
     check_folder(folder, option)
     name = folder.resolve().name
     for file in NAMED_IN:
@@ -374,7 +375,7 @@ def newest_state(run_dir: Path, option: str) -> Mapping[str, Any] | None:
         if found:
             itemgetter("format", "policy_version", "recipe", "journal_bytes")(state)  # raises an error if one is missing
     except (OSError, LookupError, TypeError, ValueError) as error:
-        fix = "restore the file, or remove that checkpoint"
+        fix = "restore its resume/run.json, or remove that checkpoint"
         raise FieldError(option, str(run_dir), f"its newest checkpoint cannot be read: {error!r}; {fix}") from error
     versions = (event.get("version") for _, event in read_events(journal) if event["event"] == "checkpoint")
     written = [one for one in versions if isinstance(one, int)]

@@ -1,6 +1,6 @@
 """Add up the steps of a run, which are the lines of metrics.jsonl, for its summary.json (docs/run-directory.md).
 
-The trainer does so step by step and writes the summary at its end. If it could not, the runner adds up metrics.jsonl.
+The trainer adds up each step and writes the summary when it ends. If it wrote none, the runner adds up metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 class RunFiles(ExitStack):
-    """Append to the run directory's files, as a context manager. Each line is flushed, so a killed run is complete up to its
-    last step. `keep_steps`, in a resumed run: last step that counts. Lines of later steps move to `<name>-undone.jsonl`."""
+    """Append to the run directory's files, as a context manager. Each line is flushed, so the files of a killed run have all
+    steps. `keep_steps`, in a resumed run: last step that counts. Lines of later steps move to `<name>-undone.jsonl`."""
 
     def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
         super().__init__()

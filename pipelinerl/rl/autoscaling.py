@@ -34,7 +34,7 @@ FULL = 0.85
 """Share of used slots above which an actor counts as full. It is below 1, because a slot is empty between two sequences."""
 
 Production = NDArray[np.float64]
-"""One actor between two observations, shape [3]: sequences finished, seconds busy, seconds busy × sequences in progress."""
+"""Work of an actor between two observations, [3]: sequences finished, seconds busy, seconds busy × sequences in progress."""
 
 
 def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float] | None:
@@ -62,7 +62,8 @@ def replicas_wanted(needed: float, most: int, current: int | None = None) -> int
 
 
 class ReplicasWanted:
-    """Computes `wanted`, the number of actors wanted; None until it is known. `slots`: H. `batch_size`: B. `in_flight`: M."""
+    """Computes `wanted`, the number of actors wanted; None until it is known. `slots`, `batch_size` and `in_flight`
+    are H, B and M of the module's docstring."""
 
     def __init__(self, *, slots: int, batch_size: int, in_flight: int) -> None:
         self._slots, self._batch_size, self._most = slots, batch_size, max(1, math.ceil(in_flight / slots))
@@ -102,7 +103,7 @@ class ReplicasWanted:
             self.wanted = replicas_wanted(median(self._consumption) / full, self._most, self.wanted)
 
     def _full_actor(self) -> float | None:
-        """Return P, or None if it is unknown."""
+        """Return P (see the module's docstring), or None if it is unknown."""
         full, lately = (newest_rates(one, self._batch_size) for one in (self._when_full, self._lately))
         known = full[0] if full else None
         if lately is None:

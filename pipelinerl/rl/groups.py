@@ -7,7 +7,7 @@ version that any actor serves.
 With max_lag, keep `N <= (v + 1 + max_lag) * K` whenever a group is issued. A group issued at version v is then number
 `(v + 1 + max_lag) * K` or earlier in the order of issue. A trainer that consumes in this order uses it at version `v + max_lag`
 or before, so its tokens have lag <= max_lag. Groups finish out of order, so the trainer checks the lag of every sequence. A
-group that is too old is lost and leaves N, so the bound never starves the trainer.
+group that is too old is lost and no longer in N, so the bound never starves the trainer.
 
 In conventional mode, phase p consists of versions pG .. pG + G - 1 and issues at most G * K groups (B * G sequences).
 
@@ -98,8 +98,8 @@ class IssueBounds:
         """Number of samples by which the freshness limit is below its ceiling."""
         self._num_actors = 0
         self._left_over: deque[int] = deque()
-        """For each of the latest steps, about limit / B + 1 of them, the number of complete groups that the step did not use. A
-        step counts once all groups that were issued before the last change of the limit are complete."""
+        """For each of the last steps (at most about limit / B + 1), the number of complete groups that it left over. A step is
+        recorded only if all groups that were issued before the limit last changed are complete by then."""
         self._changed_at = 0
         """Number of the first group issued under the current limit."""
         self._waited = False

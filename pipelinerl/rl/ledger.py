@@ -193,7 +193,7 @@ class SequenceTracker:
         return samples
 
     def lose(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str) -> None:
-        """Close the open `sequences` of a group of which none is trained on, and count the group as lost."""
+        """Count a group as lost, because none of its samples is trained on, and close its open `sequences`."""
         self.close(sequences, outcome, reason)
         self.lost_groups += 1
 
@@ -232,7 +232,7 @@ class SequenceTracker:
         self._tell({"event": "step", "version": version, "counts": self.ledger.counts})
 
     def close(self, sequences: Iterable[Sequence], outcome: Outcome, reason: str = "", **more: int) -> None:
-        """Close sequences. `more`: further fields of the event, such as the new `version`. Raises `LedgerViolation`."""
+        """Close sequences. `more`: further fields of the event, such as `version`. Raises what `Ledger.close` raises."""
         ended = tuple(sequences)
         lengths = [sequence.num_episode_tokens for sequence in ended]
         if outcome is Outcome.TRAINED:
@@ -267,7 +267,7 @@ class SequenceTracker:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `to_state` returned, without recording an event. In an open group, a sample that is not in
-        flight has ended, and counts as arrived. Raises `LedgerViolation`."""
+        flight has ended, and counts as arrived. Raises `LedgerViolation` if the numbers do not add up."""
         groups = state["groups"]
         self.ledger = Ledger.from_state(state["ledger"])
         self.issued_groups, self.lost_groups = groups["issued"], groups["lost"]

@@ -1,8 +1,8 @@
 """Estimate the memory that a run needs on accelerators, and list their data sheets.
 
 An actor holds weights, KV cache and weight updates; a trainer rank holds weights, gradients and optimizer state. Estimates need
-a model's size and, if possible, the size of its KV cache per token. In a mixture of experts, memory counts all experts, and
-compute only those that a token visits. Activations get `ENGINE_GIB` on an actor's accelerator, and the share
+a model's size and, if possible, the size of its KV cache per token. In a mixture of experts, all experts count as memory,
+but only those that a token uses count as compute. Activations get `ENGINE_GIB` on an actor's accelerator, and the share
 1 - `MODEL_STATE_SHARE` on a trainer rank's. Replicated tensors and other processes on the device are not counted.
 """
 
@@ -53,7 +53,7 @@ class Model:
     adapters: int | None = None
     """Number of the adapters' parameters; None = estimated."""
     kv_source: str = ""
-    """Origin of `kv_bytes`, for the user."""
+    """Words that tell the user whether `kv_bytes` is exact or an assumption."""
 
     @classmethod
     def of(cls, recipe: Recipe, parameters: float, kv_numbers: int = 0, **known: Any) -> Model:
@@ -97,7 +97,7 @@ def kv_cache_gib(recipe: Recipe, model: Model, memory_gib: float) -> float:
 
 
 def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
-    """Return the GiB per accelerator that an update needs outside vLLM's share. `ranks`: per actor; None = the recipe's."""
+    """Return the GiB per GPU that an update needs outside vLLM's share. `ranks`: GPUs per actor; None = the recipe's."""
     if loads_paused(recipe):
         return update_bytes(layer=model.layer_bytes * wire_bytes(recipe, model) / model.dtype_bytes) / GIB
     return update_bytes(version_bytes(recipe, model) / (ranks or recipe.actor.engine.tensor_parallel_size)) / GIB

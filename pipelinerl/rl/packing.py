@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from pipelinerl.errors import FieldError
 
 Bins = list[list[int]]
-"""Indexes into the given lengths; no index is in two bins."""
+"""For each bin, the indexes of its sequences in a list of lengths. No index is in two bins."""
 
 
 def _falling(values: Sequence[float], indexes: Iterable[int]) -> list[int]:
@@ -61,7 +61,7 @@ def plan_microbatches(lengths: Sequence[int], budget: int) -> Bins:
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of one forward pass. A pair is a query with one of the keys it attends to; its own key counts."""
+    """FLOPs of one forward pass. A pair is a query with one of the keys that it attends to, which include its own."""
 
     per_token: float
     """All matrix products of the layers, without attention scores."""
@@ -85,7 +85,7 @@ class CostModel:
 
 
 UNIT_COST = CostModel(per_token=1.0)
-"""Costs in tokens, for an unknown model."""
+"""Cost model for an unknown model: a sequence costs its number of tokens."""
 
 
 Slots = list[Bins]
@@ -126,7 +126,7 @@ Prompt = tuple[Hashable, int]
 """Key of a prompt, and its number of tokens."""
 PIECES = (1, 4, 16, 0)
 """Divisors of the token budget that are tried. Sequences of one prompt share pieces of at most budget / divisor tokens; with 0,
-each is its own piece. Small pieces can be spread evenly over ranks; large ones compute a prompt less often."""
+each sequence is a piece. Small pieces can be spread evenly over ranks; large ones compute a prompt less often."""
 COPIES_OF_A_TOKEN = 5
 """Number of copies of a prompt token that take as much memory as one computed token. Copies exist only in attention."""
 
@@ -227,7 +227,7 @@ class _Planner:
     num_ranks: int
 
     def evened(self, packed: Bins, num_slots: int) -> Slots:
-        """Put bins of similar cost into a slot, and redistribute the slot's sequences over its ranks if that is faster."""
+        """Give each slot bins of similar cost, and redistribute a slot's sequences over its ranks if that makes it faster."""
         padded = packed + [[] for _ in range(num_slots * self.num_ranks - len(packed))]
         falling = sorted(padded, key=lambda members: -_total(members, self.cost))
         return [self._evened_slot(falling[first : first + self.num_ranks]) for first in range(0, len(falling), self.num_ranks)]
@@ -239,8 +239,8 @@ class _Planner:
 
     def levelled(self, num_slots: int) -> Slots | None:
         """Fill one slot after the other with the remaining sequences, costliest first. Except in the last slot, no bin costs
-        more than the costliest remaining sequence or, if larger, the mean of the remaining bins. Return None if a slot would be
-        empty or the last slot cannot take the rest."""
+        more than the costliest remaining sequence or, if that is larger, the mean cost of the remaining bins. Return None if a
+        slot would be empty or the last slot cannot take the rest."""
         left = _falling(self.cost, range(len(self.lengths)))
         slots: Slots = []
         for slots_left in range(num_slots, 0, -1):

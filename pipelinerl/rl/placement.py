@@ -35,7 +35,7 @@ from pipelinerl.rl.planner import best_split, estimated, fewest_together, possib
 from pipelinerl.rl.throughput import Lengths
 
 ALIKE_BYTES = 4 * GIB
-"""GPUs are ordered by free memory in whole multiples of this, so that small differences seldom change their order."""
+"""GPUs are ordered by free memory in whole multiples of this size, so that small differences seldom change their order."""
 FREE_SHARE = 0.5
 """Share of a GPU's memory that must be free; otherwise, another process counts as using the GPU."""
 SHARED_UNKNOWN = 0.4
@@ -234,8 +234,8 @@ def _fit(recipe: Recipe, model: Model, gpus: Sequence[Device]) -> bool:
 
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:
-    """Remove `number` GPUs from `left` and return their names: a first GPU, those that NVLink connects with it, then others.
-    The first GPU has the fewest links of all with at least `number` - 1. If no GPU has that many, it has the most links."""
+    """Remove `number` GPUs from `left` and return their names: a first GPU, GPUs that NVLink connects with it, then others.
+    The first GPU is the one with the fewest links of those with at least `number` - 1; if there is none, that with the most."""
 
     def order(device: Device) -> tuple[bool, int]:
         links = sum(other.uuid in device.linked for other in left)

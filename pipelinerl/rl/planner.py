@@ -93,7 +93,7 @@ def longest_prompt(recipe: Recipe) -> int:
 
 def samples_per_prompt(recipe: Recipe, lengths: Lengths) -> int:
     """Return how many samples of a group fit in one micro-batch. The first sample's prompt counts in full. Each further sample
-    needs a copy of the prompt, which counts as 1 / `COPIES_OF_A_TOKEN` of its tokens."""
+    needs a copy of the prompt, whose tokens count 1 / `COPIES_OF_A_TOKEN` each."""
     if recipe.trainer.context_parallel > 1:
         return 1
     prompt_tokens, copied = longest_prompt(recipe), longest_prompt(recipe) / COPIES_OF_A_TOKEN
@@ -314,7 +314,8 @@ def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, upda
 
 
 def _part(num_actors: int, per_step: int, times_smaller: float) -> tuple[int, int]:
-    """Return numbers of actors and of groups per step (8 or more if possible) of a smaller system with nearly their ratio."""
+    """Return the numbers of actors and of groups per step of a smaller system, in which these numbers have nearly the ratio
+    `num_actors` : `per_step`. It has 8 groups per step or more, unless `per_step` is below 8."""
     least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))
     fewest = min(num_actors, math.ceil(least))
     tried = range(fewest, min(num_actors, fewest + 8) + 1)

@@ -166,11 +166,11 @@ class _Run:
         self.version = self.taking_for = 0
         """The trainer's version, and the version for which the next batch is taken."""
         self.batch: list[list[_Sample]] = []
-        """Fresh samples of each group of the next step or phase."""
+        """Samples of each group of the next step or phase, without stale ones."""
         self.offered = self.served = -1
         self.counted = Simulation()
         self.counted_from = self.computing = self.busy = self.slot_time = 0.0
-        """Start of the counted time, and sums of time since then: length of steps, busy time of actors, used time of slots."""
+        """Start of the counted time, and sums since then: time of optimizer steps, busy time of actors, time of used slots."""
 
     def result(self, first: int, last: int) -> Simulation:
         """Run until version `last` and return the totals since version `first`."""
@@ -219,7 +219,7 @@ class _Run:
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
-        """Schedule the actor's next event: the end of its decode step if a sequence or version waits, else a sequence's end."""
+        """Schedule the actor's next event: a decode step's end if a sequence or version waits for it, else a sequence's end."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
             when = self._next_boundary(actor)

@@ -97,8 +97,8 @@ MOST_STALE = 0.01
 
 
 def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: float = 1.0) -> int:
-    """Return the largest lag of a run whose actors are full. `longest`, `mean`: completion lengths in tokens. By default, all
-    are equally long, which gives the smallest value. In conventional mode, only `conventional_g` counts."""
+    """Return the largest lag of a run whose actors are full. `longest`, `mean`: completion lengths in tokens. By default,
+    the two are equal, which gives the smallest value. In conventional mode, only `conventional_g` counts."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g - 1
     in_progress = recipe.samples_in_progress * max(1, num_actors)

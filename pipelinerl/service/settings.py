@@ -40,8 +40,8 @@ class StreamsSettings(BaseSettings):
     nats_url: str = Field("", description="NATS servers of the run, separated by commas; empty = none is known.")
     nats_credentials: Path | None = Field(None, description="File with `user:password` or a NATS .creds file.")
     nats_tls_dir: Path | None = None
-    """Folder with ca.crt, and with tls.crt and tls.key if the server asks for a certificate. None = the machine's own CAs, for
-    a tls:// address."""
+    """Folder with ca.crt, and with tls.crt and tls.key if the server asks for a certificate. If it is None,
+    the machine's own CAs check the server of a tls:// address."""
 
 
 class ServiceSettings(BaseSettings):
@@ -71,7 +71,8 @@ class PolicySettings(BusSettings):
 
     model_dir: str = Field("", description="Folder of the initial policy; empty = as in the recipe (`model`).")
     model_cache: Path | None = None
-    """Folder for initial policies that the run unpacks or copies; used if model_dir is empty."""
+    """Folder into which `initial_model` of the trainer or the actor puts a model of source `checkpoint` or `smollm2` before the
+    service starts. Not used with model_dir or other sources. None = these two sources need model_dir."""
     gpu_turn: Path | None = Field(None, description="File whose lock says which process uses the GPU, with `actor.colocate`.")
 
 
@@ -82,7 +83,7 @@ class ActorSettings(PolicySettings):
     reachable: bool = True
     """True if the trainer can call this actor. Otherwise, the actor gets no evaluation requests and no parity probes."""
     episode_host: str = "127.0.0.1"
-    """Interface on which environments and agents request turns, if the recipe has any."""
+    """Interface on which the actor serves the requests of environments and agents for turns."""
     episode_port: int = Field(0, ge=0, le=65535, description="Port for requests of turns; 0 = any free one.")
 
 
@@ -90,13 +91,14 @@ class TrainerSettings(PolicySettings):
     run_dir: Path = Field(description="Folder of the run, for metrics.jsonl, samples.jsonl, checkpoints and so on.")
     expected_actors: int = Field(1, ge=0, description="Number of actors to wait for before the first step of the run.")
     stop_checkpoint_s: float = Field(3600.0, gt=0)
-    """Maximum seconds in which a stopping trainer finishes its step and writes a checkpoint. The process may be killed only
-    after that time."""
+    """Maximum seconds that a stopping trainer may take to finish its step and write a checkpoint. After that time, it ends
+    without the checkpoint. Kubernetes and the local runner must wait longer before they kill it."""
     linger: bool = False
     """Stay up after the run's end until a signal, because a StatefulSet restarts a process that exits."""
     on_completion: Literal["keep", "release", "exit"] = "keep"
-    """Pods that a finished run keeps on Kubernetes. `keep`: all. `release`: no actors and no trainer, but the report in a
-    Secret. `exit`: no actors and no trainer."""
+    """What the trainer does with the pods of a finished run, if `release` is not empty (chart value trainer.onCompletion).
+    `keep`: it leaves all running. `release`: it scales the actors to zero, stores the report in a Secret, and scales itself to
+    zero. `exit`: like `release`, but without the Secret."""
     release: str = Field("", description="Prefix of the names of this release's objects; empty = without the Kubernetes API.")
     page: bool = False
     """Serve the live page at http_port. Without page_key, anyone who can reach it can read prompts and completions."""

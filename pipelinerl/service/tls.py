@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 _HANDSHAKE_ROUNDS = 10
-"""Rounds of a TLS handshake in memory. It ends after three, and further rounds do nothing."""
+"""Number of turns that each end of an in-memory TLS handshake gets. Three are enough, and further turns do nothing."""
 Role = Literal["client", "server"]
 
 
@@ -45,7 +45,7 @@ def read_certificates(folder: Path, role: Role) -> Certificates:
 
 
 def read_file(file: Path, field: str) -> bytes:
-    """Read a file. Raises `FieldError` on `field`."""
+    """Read a file. Raises `FieldError` on `field` if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:
@@ -110,8 +110,8 @@ def _no_password() -> str:
 
 
 def _shake_hands(folder: Path, role: Role) -> None:
-    """Perform a TLS handshake between two ends in memory. Raises `ssl.SSLCertVerificationError` as a peer would, and
-    `FieldError` for files that do not load."""
+    """Perform a TLS handshake between two ends in memory. Raises `ssl.SSLCertVerificationError` if an end refuses the
+    other's certificate, and `FieldError` for files that do not load."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_mode = ssl.CERT_REQUIRED if role == "server" else ssl.CERT_NONE

@@ -83,7 +83,8 @@ def final_answer(reference: str) -> str:
 
 
 def bare_answer(reference: str) -> str:
-    """Return the final answer in lower case; a number also without currency, separators, unit and trailing decimal zeros."""
+    """Return the final answer in lower case, without currency signs and digit separators. If it is a number, its unit and its
+    trailing decimal zeros are also removed."""
     bare = re.sub(r"\\[!,;: $()]|[$~£€]|(?<=\d),(?=\d{3}(?!\d))", "", final_answer(reference)).lower().strip(" .")
     number = re.fullmatch(r"(-?\d+)(\.\d+)?\s*[a-z%]{0,12}", bare)
     return number[1] + (number[2] or "").rstrip("0").rstrip(".") if number else bare

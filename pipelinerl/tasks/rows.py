@@ -177,7 +177,7 @@ def _jsonl_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Va
 
 
 def _decoded(line: bytes, number: int = 1) -> str:
-    """Return the text of a file's line `number`. Raises `BadRow` if it is not UTF-8, or if a quarter of its bytes are zero."""
+    """Return the text of a file's line `number`. Raises `BadRow` if it is not UTF-8, or if 25 % or more of it is zero bytes."""
     try:
         text = line.decode()
         if 4 * line.count(0) < len(line):
@@ -277,8 +277,8 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
     """Read a data set of the Hugging Face hub, or a local folder laid out like one, with the library `datasets`. The library
-    takes the token from the environment, and refuses data sets that come with code. With `task.max_rows`, rows are streamed, so
-    that a large data set is not downloaded completely. If the hub cannot be reached, only the library's cache is used."""
+    takes the access token from the environment, and refuses data sets that come with code. With `task.max_rows`, rows are
+    streamed, so that a large data set is not downloaded completely. If the hub cannot be reached, only the cache is used."""
     try:
         import datasets
     except ImportError as error:
@@ -331,9 +331,9 @@ def _commit(config: TaskConfig) -> str | None:
     except GatedRepoError as error:
         raise FieldError("task.path", config.path, "this set is gated: accept its terms on the hub and set HF_TOKEN") from error
     except RevisionNotFoundError as error:
-        raise FieldError("task.revision", config.revision, f"{config.path} has no such revision") from error
+        raise FieldError("task.revision", config.revision, f"{config.path} has no such branch, tag or commit") from error
     except RepositoryNotFoundError as error:
-        fix = "the hub has no such data set, or hides it from this token (HF_TOKEN)"
+        fix = "the hub has no such data set, or it is private: then set HF_TOKEN to an access token that may read it"
         raise FieldError("task.path", config.path, fix) from error
     except HFValidationError as error:
         raise FieldError("task.path", config.path, f"is not the id of a data set, such as openai/gsm8k: {error}") from error

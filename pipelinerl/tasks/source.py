@@ -44,15 +44,16 @@ class Split(StrEnum):
 @dataclass(frozen=True)
 class Problem:
     question: str
-    """Text of the prompt; JSON if the prompt is messages or a row of an environment or agent; a name if drawn from a seed."""
+    """Text of the prompt. It is JSON if the prompt is messages or a row for an environment or agent, and a label such as
+    `guess, problem 7` if an environment draws the problem from a seed."""
     reference: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values: `answer`; `row`, if a reward may need other fields of the row; for reasoning-gym `dataset` and `entry`."""
+    """JSON values: `answer`, and `row` if a reward may need more of the row. For reasoning-gym, also `dataset`, `entry`."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """The prompt's messages, if the row has a list of OpenAI messages; otherwise empty."""
     place: str = field(default="", compare=False)
-    """The problem's place, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
+    """Where the problem's row is, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
     file: str = field(default="", compare=False)
-    """The file's path without a leading `task.path`; empty if `task.path` is the file."""
+    """Path of that file, without a leading `task.path`; empty if `task.path` is the file, and for a generated problem."""
 
     @property
     def texts(self) -> list[str]:
@@ -81,7 +82,7 @@ class Interleaving:
         self._shares = [weight / sum(exact[position:]) for position, weight in enumerate(exact)]
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the position of the task and the problem's index within the task, both from 0."""
+        """Return the position of the task that has the run's problem `number`, and the index within this task, both from 0."""
         for position, share in enumerate(self._shares):
             index = floor(number * share + Fraction(1, 2))
             if floor((number + 1) * share + Fraction(1, 2)) > index:
@@ -107,7 +108,7 @@ def episode_seed(run_seed: int, split: Split, index: int) -> int:
 
 
 class SeededSource:
-    """Problems of an environment, which draws them from the episode's seed. For `verifiers`, split and index select one."""
+    """Problems of an environment, which draws each from an episode's seed. With `verifiers`, split and index select one."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems
@@ -147,7 +148,7 @@ class Division:
 
 
 class FileSource:
-    """Problems of files or of the hub. Raises `UserError` if rows are bad, with the places of the first ones."""
+    """Problems of files or of the hub. Raises a `UserError` that names the first bad rows, if there are any."""
 
     def __init__(self, config: TaskConfig, seed: int, *, is_trained_on: bool = True) -> None:
         self.path = config.path
@@ -228,7 +229,7 @@ def _problem(given: Row, config: TaskConfig) -> Problem:
 
 
 def prompt_of(row: Mapping[str, Any], config: TaskConfig) -> tuple[str, list[Any]]:
-    """Return the prompt as text, and its messages if the row has it as a list of messages. Raises `BadRow`."""
+    """Return the prompt as text, and its messages if the row has a list of them. Raises `BadRow` if the prompt is unusable."""
     if config.source in ("environment", "agent"):  # Environments and agents may read any field of the row.
         return _text(json.dumps(row, ensure_ascii=False, default=str), "the row"), []
     if config.prompt_template:
@@ -255,7 +256,7 @@ def conversation(messages: Sequence[Mapping[str, Any]], config: TaskConfig) -> l
 
 
 def _text_at(row: Mapping[str, Any], name: str) -> str:
-    """Return a field that holds a text or a number, as text. A list of one item stands for that item. Raises `BadRow`."""
+    """Return the text or number in a field as text, also if it is the only item of a list. Raises `BadRow` for other values."""
     value = value_in(row, name)
     if value is ABSENT:
         raise BadRow(f"has no field {name!r}, only {', '.join(field_names(row)) or 'an empty object'}", name)
@@ -306,7 +307,7 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
     """Return the reference answer, and the whole row if a reward may need more than the texts of prompt and answer. Raises
-    `BadRow` if the row lacks `answer_field`. Conversations and rows of environments and agents may lack the default field."""
+    `BadRow` if the row lacks `answer_field`. Conversations and rows for environments and agents may lack the default one."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default

@@ -15,7 +15,7 @@ FIRST_VERSION, LAST_VERSION = "pipelinerl.policy.version.first", "pipelinerl.pol
 OUTCOME, REASON = "pipelinerl.outcome", "pipelinerl.outcome.reason"
 REWARD = "pipelinerl.reward"
 PROMPTS = "pipelinerl.prompts"
-"""Number of prompts in one call."""
+"""Number of prompts in one call of `ActorService/Generate`."""
 EPOCH = "pipelinerl.epoch"
 ACTOR = "pipelinerl.actor"
 STALL_S = "pipelinerl.stall_seconds"

@@ -22,7 +22,7 @@ OTHER = "(other)"
 
 
 def short_reason(failure: str) -> str:
-    """Return the part before the first colon, cut to `REASON_CHARACTERS`; "unknown" if it is empty."""
+    """Return the part of `failure` before the first colon, cut to `REASON_CHARACTERS`; "unknown" if it is empty."""
     return failure.partition(":")[0].strip()[:REASON_CHARACTERS] or "unknown"
 
 

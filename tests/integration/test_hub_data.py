@@ -110,7 +110,7 @@ def test_a_set_of_the_hub_is_read_by_name_and_what_is_not_there_is_named(tmp_pat
     assert "'main', 'socratic'" in subset[1]
     assert column[1].startswith("task.answer_field = 'solution': openai/gsm8k has no such field; ")
     assert column[1].endswith("question, answer")
-    assert revision == ["FieldError", "task.revision = 'v2': openai/gsm8k has no such revision"]
+    assert revision == ["FieldError", "task.revision = 'v2': openai/gsm8k has no such branch, tag or commit"]
     assert all(line.endswith("Bearer hf_secret") for line in asked)
 
     away = [{}, {"path": "openai/other"}, {"revision": COMMIT}, {"revision": "v2"}, {"max_rows": 3}]
