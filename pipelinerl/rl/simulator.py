@@ -124,10 +124,10 @@ class _Actor:
     samples: deque[tuple[int, _Group]] = field(default_factory=deque)
     """Samples of the most recently taken group that have no slot yet."""
     swaps: tuple[list[int], list[int]] = field(default_factory=lambda: ([0], [0]))
-    """Decode steps at which a version was swapped in, and these versions."""
+    """Decode steps at which versions were swapped in, and the versions."""
     to_swap: int | None = None
     wake: int = 0
-    """Number of the newest scheduled event; earlier ones are ignored."""
+    """Number of the actor's newest scheduled event. Its earlier events are ignored."""
 
     @property
     def slots_in_use(self) -> int:

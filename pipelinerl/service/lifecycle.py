@@ -112,7 +112,7 @@ class GpuTurn:
         return cls(settings.gpu_turn)
 
     async def take(self) -> None:
-        """Take the turn as soon as the other process has released it or has ended."""
+        """Wait until the other process has released the turn or has ended, and take the turn."""
         while not self.is_held:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,7 +126,7 @@ class GpuTurn:
 
 
 def on_thread(name: str, work: Callable[[], _Result]) -> Future[_Result]:
-    """Run `work` on a new daemon thread, which does not delay the end of the process."""
+    """Run `work` on a new daemon thread, and return its future. The thread does not delay the end of the process."""
     done = Future[_Result]()
     done.set_running_or_notify_cancel()  # so that cancelling a waiting task does not cancel the work
 

@@ -43,7 +43,7 @@ def is_bus_outage(error: Exception) -> bool:
 
 
 def is_transfer_error(error: Exception) -> bool:
-    """Return whether trying again may help: the weight log's store may be up again, or a newer version may work."""
+    """Return whether the weight log may work at the next attempt, because its store is up again or has a newer version."""
     return isinstance(error, TransferError)
 
 

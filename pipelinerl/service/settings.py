@@ -32,7 +32,7 @@ def read_settings(kind: type[Settings]) -> Settings:
 
 
 class StreamsSettings(BaseSettings):
-    """Access to a run's streams for a command that names neither server nor folder. The pods of a run set these variables."""
+    """Access to a run's streams for a command that names neither a server nor a folder. A run's pods set these variables."""
 
     model_config = SettingsConfigDict(env_prefix="PIPELINERL_", frozen=True, extra="ignore")
 
@@ -92,7 +92,7 @@ class TrainerSettings(PolicySettings):
     expected_actors: int = Field(1, ge=0, description="Number of actors to wait for before the first step of the run.")
     stop_checkpoint_s: float = Field(3600.0, gt=0)
     """Maximum seconds that a stopping trainer may take to finish its step and write a checkpoint. After that time, it ends
-    without the checkpoint. Kubernetes and the local runner must wait longer before they kill it."""
+    without the checkpoint. Kubernetes must wait longer than that before it kills the trainer."""
     linger: bool = False
     """Stay up after the run's end until a signal, because a StatefulSet restarts a process that exits."""
     on_completion: Literal["keep", "release", "exit"] = "keep"
