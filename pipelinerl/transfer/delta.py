@@ -1,11 +1,12 @@
 """Objects of the weight log as bytes: anchors, which are safetensors files, and lossless deltas from one version to another.
 
 Manifest and version determine an anchor's header, so a reader compares all its bytes. A delta has a header, then one record per
-chunk of the manifest. A record begins with the number of bytes that follow, 0 if the chunk is unchanged. Next are the numbers
-of words and gap bytes in its block, and the block, compressed by zstd. A word has 2 bytes in a chunk with a 16-bit tensor, else
-4. The block holds the gaps before the changed words, then the XOR of each word's old and new value: first the lowest bytes of
-all words, then the next. A gap of n words has n // 255 bytes of 255, then one byte n % 255. If over a quarter of the words
-changed, the block has no gaps, but the XORs of all words.
+chunk of the manifest. A record begins with the number of bytes that follow, 0 if the chunk is unchanged. Then come the number
+of words in the record's block, the number of gap bytes in it, and the block itself, compressed by zstd. A word has 2 bytes if
+the chunk has a 16-bit tensor, else 4. The block holds the gaps before the changed words, then the XOR of each changed word's
+old and new value: first the lowest bytes of all XORs, then their next bytes. A gap of n unchanged words is coded as n // 255
+bytes of value 255 and a last byte n % 255. If over a quarter of the words changed, the block holds the XORs of all words of
+the chunk and no gaps.
 
 The device that holds the versions finds the changed words. Only the block's words and their positions are copied to the host.
 Compressing and decoding take one core, in calls that release the GIL. Decoding checks sizes before it allocates memory.

@@ -91,7 +91,7 @@ def on_device(device: torch.device) -> Placement:
 
 
 def transfer_backend(wanted: str, on_gpu: bool) -> Backend:
-    """Return the backend that `weights.backend` means for a trainer with or without a GPU. Raises `FieldError`. Pure."""
+    """Return the backend that `weights.backend` selects. Raises `FieldError` for nccl if the trainer has no GPU. Pure."""
     if wanted == "nccl" and not on_gpu:
         raise FieldError("weights.backend", wanted, "this trainer has no GPU: use gloo, or auto")
     return "nccl" if wanted == "nccl" or (wanted in ("auto", "log") and on_gpu) else "gloo"
@@ -177,12 +177,12 @@ def _abort(group: Any) -> None:
     try:
         group.abort()
     except RuntimeError as error:
-        log.warning("a communicator ended with an error: %s", str(error).splitlines()[0])
+        log.warning("an NCCL communicator ended with an error: %s", str(error).splitlines()[0])
 
 
 @contextmanager
 def _without_watchdog(timeout_s: float) -> Iterator[None]:
-    """Set torch's environment variables so that a group that is made meanwhile has no watchdog."""
+    """Set torch's environment variables so that a group that is made inside the block has no watchdog."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _making:
         # torch reads this timeout only once per process.
@@ -320,7 +320,7 @@ class GlooTransport:
         self._rank, self._world = spec.rank, spec.world
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
-        """Fill `tensor` from the rank before, and send it to the rank after. Raises RuntimeError."""
+        """Fill `tensor` from the rank before, and send it to the rank after. Raises RuntimeError if either fails or is late."""
         deadline, whole = time.monotonic() + timeout_s, tensor.view(-1).view(torch.uint8)
         pieces = whole.split(PIECE_BYTES) if self._world > 2 else (whole,)
         group, works = self._group, deque[Any]()
@@ -351,7 +351,7 @@ Transport = GlooTransport | NcclTransport
 
 
 def open_store(spec: GroupSpec, timeout_s: float) -> TCPStore:
-    """Connect to the trainer's store. Raises RuntimeError, OSError, or ValueError for an invalid address."""
+    """Connect to the trainer's store. Raises ValueError for an invalid address, RuntimeError or OSError if connecting fails."""
     host, port = split_host_port(spec.store)
     # TCPStore tries an unreachable store twice with a pause, which takes up to 2.5 times the timeout.
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s / 3))
@@ -391,7 +391,7 @@ def _wait_for_all(
 
 
 def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: threading.Event) -> Kept:
-    """Check in as a receiver, then wait for rank 0's outcome and return it. Raises TimeoutError, TransferAborted."""
+    """Check in as a receiver. Wait for rank 0, and return the chunks that all keep. Raises TimeoutError, TransferAborted."""
     meeting.set(f"here/{spec.rank}", json.dumps(spec.kept))
     while not _are_set(spec, meeting, [_OUTCOME], given_up):
         if time.monotonic() >= deadline:

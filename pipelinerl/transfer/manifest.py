@@ -94,7 +94,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TransferResult:
-    """Result of sending a version. `checksum`: its `version_checksum`. `num_bytes`: bytes sent, without kept chunks."""
+    """Result of sending a version. `checksum`: its `version_checksum`. `num_bytes`: sum of the chunks that were really sent."""
 
     checksum: int
     num_bytes: int
@@ -234,7 +234,7 @@ def _validate_low_rank(manifest: Manifest) -> None:
     shapes = {spec.name: tuple(spec.shape) for spec in manifest.parameters}
     used = [name for item in manifest.low_rank for name in (item.a, item.b)]
     if manifest.low_rank and sorted(used) != sorted(shapes):
-        raise FieldError("low_rank", sorted(set(used) ^ set(shapes)), "use each parameter as a factor of one weight")
+        raise FieldError("low_rank", sorted(set(used) ^ set(shapes)), "use each parameter as a factor of exactly one weight")
     for item in manifest.low_rank:
         a, b, shape = shapes[item.a], shapes[item.b], tuple(item.shape)
         product, wanted = ("(B·A)ᵀ", a[-1:] + b[:1]) if item.transposed else ("B·A", b[:1] + a[-1:])

@@ -41,7 +41,7 @@ NATS = "nats"
 STALL_S = 60.0
 PIECE_BYTES = 8 * 2**20
 _MESSAGE_BYTES, _MESSAGES_AHEAD = 128 * 1024, 32
-"""Bytes per message, and messages read ahead: 4 MiB, so that pings and control messages are not late on a slow link."""
+"""Bytes per message, and messages read ahead. Their product, 4 MiB, delays pings and control messages on slow links."""
 _Result = TypeVar("_Result")
 _Parts = Iterable[bytes | memoryview]
 
@@ -64,8 +64,8 @@ class LogStore(Protocol):
     place: str
 
     async def put(self, key: str, parts: _Parts) -> tuple[int, bytes]:
-        """Store an object durably, replacing any under this key. Return its size in bytes and its SHA-256. A thread consumes
-        the parts one by one. After a cancellation, it may still finish the object."""
+        """Store an object durably. Replace an earlier object of this key. Return the size in bytes and the SHA-256. A thread
+        consumes the parts one by one. After a cancellation, the thread may still finish the object."""
 
     def get(self, key: str) -> AsyncGenerator[bytes, None]:
         """Yield the pieces of an object, of any size. Raises `ObjectMissing`."""
@@ -101,7 +101,7 @@ def open_files(field: str, url: str) -> tuple[FileSystem, str]:
 
 
 async def watched(place: str, work: Callable[[Callable[[], None]], _Result], stall_s: float | None = None) -> _Result:
-    """Run `work(step)` on a thread; `work` calls `step` after progress. Raises `StoreError` after an OSError of `work`, or no
+    """Run `work(step)` on a thread; `work` calls `step` after progress. Raises `StoreError` if `work` raises OSError, or has no
     progress for `stall_s` seconds (None = `STALL_S`). The thread of a stalled or cancelled call ends once the store answers."""
     stepped_s, limit_s = time.monotonic(), STALL_S if stall_s is None else stall_s
 

@@ -45,8 +45,8 @@ _Result = TypeVar("_Result")
 
 
 class WeightLog:
-    """The writer. `prefix`: folder of its keys. `anchor_every`: number of deltas after which the next anchor is written; it is
-    written earlier if the deltas are larger than the anchor. `keep_all`: delete nothing. `placement`: the versions' memory."""
+    """The writer of a log. `prefix`: folder of its keys. `anchor_every`: number of deltas after which the next anchor is
+    written; it comes earlier if they are larger than the anchor. `keep_all`: delete nothing. `placement`: streams' memory."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class WeightLog:
 
     async def add(self, version: PolicyVersion, stream: Tensor, sha256: bytes) -> Published:
         """Write a version newer than the last one, and return its announcement. `stream`: uint8[manifest.total_bytes], which
-        must not change until another version has been added. `sha256`: the stream's. The first version of an
+        must not change until another version has been added. `sha256`: digest of `stream`. The first version of an
         incarnation becomes an anchor. Raises `StoreError`, after which this or a later version can be added."""
         async with self._turn:
             chains, announced = list(self._chains), list[LogObject]()
@@ -114,8 +114,8 @@ class WeightLog:
 
 
 class Replica:
-    """The reader. `folder` holds the stream of `version`, and the object that is being downloaded. `version` is None if the
-    stream is incomplete. Make one call at a time."""
+    """The reader of a log. `folder` holds the stream of `version`, and the object that is being downloaded. `version` is None
+    if the stream is incomplete. Make one call at a time."""
 
     def __init__(self, store: LogStore, manifest: Manifest, folder: Path) -> None:
         self._store, self._manifest, self._folder, self._path = store, manifest, folder, folder / "stream"
@@ -155,7 +155,7 @@ class Replica:
                 problem = f"has the key {one.key} and {len(one.sha256)} bytes of SHA-256, but needs {wanted}"
                 raise LogDamaged(name, f"objects[{index}]", problem)
             if one.bytes > (most := largest_object(self._manifest)):
-                raise LogDamaged(name, f"objects[{index}].bytes", f"are {one.bytes}, but at most {most} are possible")
+                raise LogDamaged(name, f"objects[{index}].bytes", f"is {one.bytes}, but an object has at most {most} bytes")
 
     async def _download(self, one: LogObject) -> Path:
         path, sha256 = self._folder / "object", hashlib.sha256()
@@ -202,7 +202,7 @@ class Replica:
             path.unlink(missing_ok=True)
 
     async def _compare(self, version: PolicyVersion, expected_sha256: bytes) -> None:
-        """Compare the stream's SHA-256 with the announced one. If it differs, `self.version` becomes None."""
+        """Compare the stream's SHA-256 with the announced one. If they differ, clear `self.version` and raise `LogDamaged`."""
         sha256, stream, self.version = hashlib.sha256(), await _on_thread(self._mapped), None
         for chunk in self._manifest.chunks:
             await _on_thread(partial(sha256.update, stream[chunk.offset : chunk.offset + chunk.num_bytes].data))

@@ -258,7 +258,7 @@ class Finisher:
             return [*done, replace(good[0], sequence=without_arrays(good[0].sequence, failure))]
 
     async def _verified(self, samples: list[FinishedSample]) -> list[FinishedSample]:
-        """Return the samples with the verifier's rewards or failures. Raises `ServiceError` or `MessageError`."""
+        """Return the samples with rewards or failures. Raises `ServiceError` or `MessageError` if the batch is refused."""
         started = time.monotonic()
         with ExitStack() as spans, building("VerifyItem"):
             items = []
@@ -436,7 +436,7 @@ class GenerationLoop:
         try:
             await self.bus.publish_dead_letter(letter.SerializeToString(), f"position-{delivery.position}")
         except BusError as error:  # the message will be delivered again
-            log.warning("a prompt group is not given up yet, because its dead letter cannot be stored: %s", error)
+            log.warning("cannot store the dead letter of a prompt group, which NATS will therefore deliver again: %s", error)
             return
         self.metrics.dead_letters.inc()
         if group is None:

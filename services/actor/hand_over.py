@@ -69,7 +69,7 @@ class HeldGroups(dict[str, HeldGroup]):
         return group.group_id in self and delivery.position in self[group.group_id].messages
 
     def take(self, group: PromptGroup, delivery: PromptDelivery) -> list[int]:
-        """Take a message and return the indices of the samples to generate, without those that other held messages request."""
+        """Add a message and return the indices of the samples to generate: those that no earlier held message requests."""
         held = self.setdefault(group.group_id, HeldGroup(group))
         if delivery.position in held.messages:  # redelivered: answer the later delivery
             held.messages[delivery.position].delivery = delivery
@@ -115,9 +115,9 @@ class HeldGroups(dict[str, HeldGroup]):
 
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> int:
-    """Publish the unfinished groups of the leaving actor `instance` on PROMPTS, with their generated tokens. Return how many
-    were stored. Their old messages are acknowledged afterwards, so that no group is lost. If a group cannot be stored in time,
-    NATS delivers its old messages again. Takes at most `ANSWER_WITHIN_S` longer than `timeout_s`."""
+    """Publish the unfinished groups of the leaving actor `instance` on PROMPTS, with their generated tokens. A group's
+    old messages are acknowledged after it is stored, so that no group is lost. If it cannot be stored in time, NATS delivers
+    its old messages again. Return the number of stored groups. Takes at most `ANSWER_WITHIN_S` longer than `timeout_s`."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> bool:
@@ -129,7 +129,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
         except (BusError, NotPermitted, MessageError, TimeoutError) as error:
             lost = sum(sample.num_sampled_tokens for sample in one.partials.values())
             log.error(
-                "cannot hand over group %s: its %d missing samples return to their earlier state, without up to %d tokens: %s",
+                "cannot hand over group %s: NATS delivers its %d missing samples again, without up to %d of their tokens: %s",
                 group_id, len(missing), lost, error or "the stream did not take it in time",
             )  # fmt: skip
         else:
@@ -150,7 +150,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
 
 
 async def publish_samples(bus: Bus, held: HeldGroup, samples: Sequence[int], instance: str) -> None:
-    """Publish messages that ask another actor for `samples` of a group. Retries while NATS is unreachable or PROMPTS is full.
+    """Publish messages that ask another actor to generate `samples`. Retries while NATS is unreachable or PROMPTS is full.
     Raises `PayloadTooLarge`, `MessageError` or `NotPermitted`."""
     group_id, partials = held.group.group_id, [held.partials[index] for index in sorted(held.partials)]
     room = bus.max_payload_bytes - HEADER_ROOM_BYTES

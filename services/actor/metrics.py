@@ -35,7 +35,7 @@ class BusyClock:
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
-        """Number of running blocks, start of the current busy time, seconds of earlier busy times. Replaced as a whole."""
+        """Running blocks, start of the current busy time, seconds of earlier ones; one tuple, so that reads are consistent."""
 
     def __enter__(self) -> None:
         running, since, total_s = self._state

@@ -84,7 +84,7 @@ def unread_variables(template: Any, names: Mapping[str, Any]) -> list[str]:
 
 
 def template_doubts(problem: Problem, task: TaskConfig, tokenizer: Any) -> Iterator[str]:
-    """Yield faults of the prompt that the chat template writes: a message is missing, the prompt ends with the end of an
+    """Yield faults of the prompt that the chat template writes: it lacks a message, it ends with the text that ends an
     answer, or it contains a marker such as `<|x|>` that is not a token of the model."""
     messages = conversation(problem.messages or [{"role": "user", "content": problem.question}], task)
     text, known = written(tokenizer, messages), tokenizer.get_vocab()

@@ -111,8 +111,8 @@ def engine_arguments(recipe: Recipe, model: str, gpu_gib: float | None) -> dict[
 
 
 def memory_share(recipe: Recipe, model: str, memory_gib: float) -> float:
-    """Return the share of a GPU of `memory_gib` that vLLM may take. For `auto`, the memory for weight updates is left free. If
-    the model is too large for that, or its size is unknown, vLLM gets `VLLM_SHARE`."""
+    """Return the share of a GPU of `memory_gib` that vLLM may take. If the recipe's `gpu_memory_utilization` is auto,
+    leave the memory for weight updates free. If the model is too large for that, or its size unknown, return `VLLM_SHARE`."""
     if recipe.actor.engine.gpu_memory_utilization is not None:
         return recipe.actor.engine.memory_share
     folder = Path(model)
@@ -289,8 +289,8 @@ class VllmEngine:
                 pass
 
     async def _overtake(self) -> None:
-        """Before a swap, restart the requests that have no token yet. vLLM fixes a request's salt when the request enters. A
-        request that waited during the swap would therefore read keys and values of the old weights."""
+        """Before a swap, restart the requests that have no token yet. vLLM keeps the salt with which a request entered, so a
+        request that waited during the swap would read cached keys and values of the old weights."""
         begun = {name for name, tokens in self.progress().items() if tokens}
         self._overtaken |= self._inside - begun
         await self.llm.abort(list(self._overtaken))
@@ -379,7 +379,7 @@ def completion_of(output: CompletionOutput) -> Completion:
     if len(logprobs) != len(token_ids):
         raise EngineError(f"vLLM returned {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
     if output.finish_reason not in ("stop", "length", "abort"):
-        raise EngineError(f"vLLM ended the sequence with {output.finish_reason!r}")
+        raise EngineError(f"vLLM ended the sequence with the finish reason {output.finish_reason!r}")
     spans = tuple(
         VersionSpan(version.number, span.start, span.end, version.incarnation)
         for span in output.weight_versions or ()

@@ -60,7 +60,7 @@ class Refused(PipelineRLError):
 
 @dataclass(eq=False)
 class RecordedTurn:
-    """A turn. `context_token_ids` is int32[context]. `made`: sampled tokens; its spans count from the first of them."""
+    """A turn. `context_token_ids` is int32[context]. `made`: sampled tokens; its spans do not count the context."""
 
     context_token_ids: TokenIds
     made: Completion = field(default_factory=Completion)
@@ -284,7 +284,7 @@ class Episodes:
         self, group: PromptGroup, start: PartialSequence, sample: Sample, *, split: Split, stopped: asyncio.Event, trace: Trace
     ) -> tuple[Episode, VerifyResult | None]:
         """Run an episode and return it with the environment's result. The result is None if `stopped` is set before the episode
-        ends. Waits without limit for a verifier. `MOST_RUNS` limits the runs that lose their verifier."""
+        ends. Waits without limit for a verifier, but gives up after `MOST_RUNS` runs that lost theirs."""
         request = EpisodeRequest(
             sequence_id=group.sequence_id(start.sample_index),
             task=group.task,
@@ -347,7 +347,7 @@ def verdict_of(episode: Episode, result: VerifyResult) -> tuple[str, VerifyResul
 def sequence_of_episode(
     group: PromptGroup, sample: PartialSequence, episode: Episode, result: VerifyResult, actor: str
 ) -> sequences.Sequence:
-    """Return the episode as a sequence with its reward, or with the reason for its failure. Its text is the first branch's."""
+    """Return the episode as a sequence with its reward and the first branch's text, or as a failed one with the reason."""
     failure, result = verdict_of(episode, result)
     branches, last = episode.result(), episode.finish_reason
     if failure or not branches or last is None:
@@ -365,7 +365,7 @@ def sequence_of_episode(
 
 
 def _branches(turns: list[RecordedTurn]) -> tuple[Branch, ...]:
-    """Arrange turns in branches. If several turns extend one turn, the first continues its branch; each other begins one."""
+    """Arrange turns in branches. If several extend the same turn, the first continues its branch; the others begin new ones."""
     paths: dict[int, list[RecordedTurn]] = {}  # by the id of the path's last turn
     for turn in turns:
         paths[id(turn)] = [*paths.pop(id(turn.extends), []), turn]

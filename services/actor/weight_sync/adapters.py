@@ -71,7 +71,7 @@ class AdaptedLinearMethod(LinearMethodBase):
 
     @torch.no_grad()
     def unpack(self, layer: LinearBase) -> None:
-        """Renew the unpacked copy. The product of the packed weights and the identity matrix is an exact copy."""
+        """Renew `unpacked`, if any. Applying the packed weights to the identity matrix gives an exact copy of them."""
         if self.unpacked is not None:
             for some in torch.arange(self.in_size).split(1024):
                 rows = torch.zeros(len(some), self.in_size, dtype=self.a.dtype)
@@ -79,7 +79,7 @@ class AdaptedLinearMethod(LinearMethodBase):
                 self.unpacked[some] = self.plain.apply(layer, rows)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the layer's output with its adapter. If `rounds_once`, round their sum once, as the trainer does."""
+        """Return the layer's output plus the adapter's. If `rounds_once`, round the sum once, as the trainer does."""
         low_rank = nn.functional.linear(nn.functional.linear(x.to(self.a.dtype), self.a), self.b) * self.scaling
         if not self.rounds_once:
             y = self.plain.apply(layer, x, bias)
@@ -119,7 +119,7 @@ class Place:
 
 def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> dict[str, Place]:
     """Prepare each layer that the recipe adapts, before the model is compiled. Return the places by layer name;
-    each part of a fused layer has its own. Layers whose weights other modules also use, as in MLA, are left out."""
+    each part of a fused layer has its own place. Layers whose weights other modules also use, as in MLA, are left out."""
     content = vllm_config.additional_config.get(CONFIG) if isinstance(vllm_config.additional_config, dict) else None
     if content is None:
         return {}

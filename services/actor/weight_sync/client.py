@@ -57,14 +57,14 @@ class CommitFailed(ServiceError):
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    """Join a transfer group, with the rank `group.rank` plus the worker's own rank."""
+    """Join a transfer group. A worker's rank in it is `group.rank` plus the worker's rank in the engine."""
 
     group: GroupSpec
     timeout_s: float
 
 
 class Receive(msgspec.Struct, tag=True, frozen=True):
-    """Receive a version into staging and prepare it for serving. `path`: file with its whole stream; "" = from the group."""
+    """Receive a version into staging and prepare it for serving. `path`: file with the whole version; "" = use the group."""
 
     version: PolicyVersion
     timeout_s: float
@@ -72,7 +72,7 @@ class Receive(msgspec.Struct, tag=True, frozen=True):
 
 
 class Discard(msgspec.Struct, tag=True, frozen=True):
-    """Give up a staged version, or a running transfer and its group. Chunks are kept until another version comes."""
+    """Give up a staged version, or a running transfer and its group. Received chunks are kept until another version comes."""
 
 
 Order = Join | Receive | Discard
@@ -87,8 +87,8 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class WorkerLink:
-    """The actor's end of the socket. First `listen`, pass `path` to the workers and await `hellos`, then `ask`. An order goes
-    to all workers and is complete when all have replied. If a connection is lost, all waiting orders fail."""
+    """The actor's end of the socket. Call `listen`, pass `path` to the workers, await `hellos`, then call `ask` for each order.
+    An order goes to all workers and is complete when all have replied. If a connection is lost, all waiting orders fail."""
 
     def __init__(self, num_workers: int) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
@@ -252,7 +252,7 @@ class WeightUpdateClient:
         await self._in_sleep_mode(self.llm.sleep(level=1, mode="keep"))
 
     async def wake(self) -> None:
-        """Take the GPU memory again and continue with the old weights. Does nothing if the engine is awake."""
+        """Take the GPU memory again and continue with the weights from before `sleep`. Does nothing if the engine is awake."""
         await self._in_sleep_mode(self.llm.wake_up())
 
     @staticmethod

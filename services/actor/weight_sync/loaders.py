@@ -137,8 +137,8 @@ def _of_any_rank(reason: str, peers: Any) -> str:
 
 
 def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
-    """Return why a second instance of this model cannot be prepared in the background; empty if it can. Quantised and MLA
-    layers keep derived tensors outside their own module."""
+    """Return why a second instance of this model cannot be prepared in the background; empty if it can. It cannot if
+    layers are quantised or use MLA, because they keep derived tensors outside their own module."""
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -364,7 +364,7 @@ class InPlaceLoader(ShadowLoader):
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Queue the copies on the caller's stream, which must then be synchronised."""
+        """Queue copies from shadow to live weights on the caller's stream, which must then be synchronised."""
         pairs = [(live._parameters, shadow._parameters) for live, shadow in self.pairs.values()]
         new = {parameter: shadow[name] for live, shadow in pairs for name, parameter in live.items()}  # tied ones occur once
         for parameter, replacement in new.items():

@@ -156,7 +156,7 @@ class UpdateListener:
         self._log, self._published = log, pb.Published()
         self._folder = Path()
         self._replica: Replica | None = None
-        """Local copy of the log's versions; None before the first manifest."""
+        """Reader of the log, which keeps one version in a local file; None before the first manifest."""
 
     @property
     def staging_state(self) -> str:

@@ -85,8 +85,8 @@ class Receiver:
         self._loading.add_done_callback(lambda done: self._problems.put(done.exception()))
 
     def resume(self, group: WeightGroup | StreamFile, timeout_s: float) -> None:
-        """Continue on the loader's thread. If the load is complete, receive on this thread the chunks that other ranks lack,
-        and drop them. Raises `TransferError`."""
+        """Let the loader's thread continue with `group`. If the load is already complete, receive here the chunks that other
+        ranks lack, and drop them. Raises `TransferError`."""
         assert self._loading is not None
         self.group, self.timeout_s = group, timeout_s
         if not self._loading.done():

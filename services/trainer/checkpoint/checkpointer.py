@@ -130,8 +130,8 @@ class Checkpointer:
                 raise
 
     async def write(self, *, anew: bool = False, last: bool = False) -> WrittenCheckpoint:
-        """Write a checkpoint now, or after the running step, and return when it is on disk. `anew`: even if this
-        version has one. `last`: let no further step begin. Raises `ServiceError` if writing fails or the run has ended."""
+        """Write a checkpoint now, or after the running step, and return when it is on disk. `anew`: write even if the version
+        has a checkpoint. `last`: let no further step begin. Raises `ServiceError` if writing fails or the run has ended."""
         while True:
             async with self._boundary:
                 if self._interrupted:
@@ -151,7 +151,7 @@ class Checkpointer:
             await asyncio.wait({self._newest[1]})
 
     async def _start(self, *, anew: bool = False) -> asyncio.Task[WrittenCheckpoint]:
-        """Start a checkpoint of the current version. Unless `anew`, return its earlier one if that has not failed."""
+        """Begin a checkpoint of the current version. Unless `anew`, return the version's earlier one if it has not failed."""
         state = self._capture()
         version = state.policy_version
         if not anew and self._newest is not None and self._newest[0] == version:
