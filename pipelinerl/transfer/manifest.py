@@ -72,7 +72,7 @@ class GroupSpec:
 
 
 ALIGNMENT = 64
-"""Each tensor begins at a multiple of this many bytes. A received tensor is a view of its chunk, so all dtypes must fit."""
+"""Each tensor begins at a multiple of this many bytes, so that a received tensor of any dtype can be a view of its chunk."""
 DEFAULT_CHUNK_BYTES = 16 * 2**20
 NCCL_CHUNK_BYTES = 128 * 2**20
 """Default size of a chunk with nccl. It is larger than with gloo, because nccl's fixed cost per chunk weighs more."""

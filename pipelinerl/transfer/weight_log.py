@@ -127,7 +127,7 @@ class Replica:
         """Bring the stream to the announced version, and return its file of `manifest.total_bytes` bytes.
 
         The replica downloads and applies one object after another. After a failed download, the next call continues from
-        `self.version`. Raises `StoreError` (try again), `ObjectMissing` (await a newer announcement), `LogDamaged`.
+        `self.version`. Raises `StoreError` (try again), `ObjectMissing` (await a newer announcement) or `LogDamaged`.
         """
         version, objects = PolicyVersion(published.incarnation, published.version), list(published.objects)
         self._check(published, version)

@@ -170,7 +170,7 @@ class Endpoint:
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
     async def _stream(self, answering: Coroutine[Any, Any, str]) -> Response:
-        """Answer with a stream. An error within `KEEP_ALIVE_S` has its own HTTP status; later errors are sent as events."""
+        """Answer with a stream. An error within `KEEP_ALIVE_S` sets the HTTP status; later errors are sent as events."""
         task = asyncio.create_task(answering)
 
         async def kept_alive() -> AsyncIterator[str]:

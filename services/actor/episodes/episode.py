@@ -60,7 +60,7 @@ class Refused(PipelineRLError):
 
 @dataclass(eq=False)
 class RecordedTurn:
-    """A turn. `context_token_ids` is int32[context]. `made`: sampled tokens; its spans do not count the context."""
+    """A turn. `context_token_ids` is int32[context]. `made`: sampled tokens, whose spans begin at position 0."""
 
     context_token_ids: TokenIds
     made: Completion = field(default_factory=Completion)

@@ -220,8 +220,8 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class TemplateFormat:
-    """Any chat template. A recorded turn is extended by the text that the template writes after it, if later messages leave
-    earlier text unchanged. Tool calls have the form of Hermes models. A template that cannot write tools gets them as text."""
+    """The format of any chat template. `extend` appends the text that the template writes after the recorded turn, unless later
+    messages change earlier text. Tool calls have the form of Hermes models. A template without tools gets them as text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
