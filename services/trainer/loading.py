@@ -72,8 +72,8 @@ def weight_sender(
 
 
 def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
-    """Return whether a single rank's GPU can keep the snapshots. Adapters always fit. Whole weights must fit in addition to
-    the training state, and never stay on a GPU shared with an actor, where torch may use only a fraction of the memory."""
+    """Return whether a single rank's GPU has room for the copies of weights that are sent. Adapters always fit. Whole weights
+    must fit beside the training state. If an actor shares the GPU, torch has only part of the memory, and they do not fit."""
     if sends_adapters(recipe) or torch.cuda.get_per_process_memory_fraction(policy.device) < 1:
         return sends_adapters(recipe)
     model = Model.of(recipe, sum(parameter.numel() for parameter in policy.parameters()))
@@ -81,7 +81,8 @@ def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
 
 
 def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of folder or hub id `source`, with the recipe's revision and chat template. Raises `FieldError`."""
+    """Return the tokenizer of folder or hub id `source`, with the recipe's revision and chat template. Raises `FieldError` if
+    the tokenizer does not load, or cannot use the template."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **hub_arguments(source, recipe.model))
     except (OSError, ValueError, ImportError) as error:
@@ -93,8 +94,9 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
 
 def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None, revision: str = "") -> Learner:
     """Return this rank's learner. All ranks must call this. `source`: folder or hub id of the model. `resume`: folder of the
-    state to continue from; only rank 0 reads it. `revision`: revision of the pod template; empty outside Kubernetes. Raises
-    `ServiceError` if ranks differ in pipelinerl version, recipe or revision; also `FieldError` and the errors of `restore`."""
+    state to continue from; the other ranks use rank 0's. `revision`: that of the pod template; empty outside Kubernetes. Raises
+    `ServiceError` if ranks differ in pipelinerl version, recipe or revision, `FieldError` if the model cannot be trained with
+    this recipe, ranks and memory, and the errors of `restore`."""
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
@@ -174,9 +176,9 @@ def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
 
 
 def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
-    """Shard `policy` over the ranks of `world`, which all must call this. The policy then computes in `dtype`. A single rank
-    keeps it as it is. `reshard`: drop gathered weights after each forward pass, which saves memory but costs traffic. Raises
-    `FieldError` if the model has no list of layers, or if ranks cannot share its rows."""
+    """Shard `policy` over the ranks of `world` and return it. All ranks must call this. The sharded policy computes in `dtype`.
+    A single rank's policy is returned unchanged. `reshard`: drop gathered weights after each forward pass, which saves memory
+    but costs traffic. Raises `FieldError` if the model has no list of layers, or if ranks cannot share its rows."""
     if world.mesh is None:
         return policy
     model = policy.model

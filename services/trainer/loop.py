@@ -198,7 +198,7 @@ class OptimizerLoop:
         self._carried_s: dict[str, float] = {}
         """Seconds spent since the last step's record, by activity. The next step's record includes them."""
         self._passed_over = False
-        """True if the current version was not sent, because an earlier version is committed only when a measurement ends."""
+        """True if the current version was not sent, because a measurement delays the commit of an earlier version."""
         self.skipped_in_a_row = start.state.figures["skipped_in_a_row"] if start.state else 0
         self._closed = self.stopping = False
         self.version = start.version
@@ -417,8 +417,8 @@ class OptimizerLoop:
         return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begin to send the current version, unless an earlier one is committed only when a measurement ends. In conventional
-        mode, wait until the version is served. `measure`: it is measured next, so first wait for a running measurement."""
+        """Begin to send the current version, unless a measurement delays the commit of an earlier one. In conventional mode,
+        wait until the version is served. `measure`: the caller measures it next, so first wait for a running measurement."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()
@@ -493,8 +493,8 @@ class OptimizerLoop:
         return scores
 
     def _measure(self, trained: Logprobs | None, *, evaluate: bool) -> None:
-        """Start to measure the version that was just offered. Training continues meanwhile, but no later version is committed
-        before the measurement ends. `trained`: the trainer's scores of the probe; None = no probe."""
+        """Start a task that measures the current version once actors serve it. Training continues, but no later version is
+        committed before the measurement ends. `trained`: the trainer's scores of the probe; None = no probe."""
         self._measuring = asyncio.create_task(self._measure_version(self.version, trained, evaluate))
 
     async def _measured(self) -> None:

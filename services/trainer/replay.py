@@ -52,7 +52,7 @@ ONE_RANK = ("trainer.nproc=1", "trainer.shard_ranks=0", "trainer.context_paralle
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `pipelinerl replay`, and those of `rollback`: `checkpoint` and the version `last`. They are passed as JSON."""
+    """Options of `pipelinerl replay`, or of `rollback`: `checkpoint` and the version `last`. This module gets them as JSON."""
 
     first: int | None = None
     last: int | None = None

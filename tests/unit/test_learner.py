@@ -518,9 +518,9 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    refused(tmp_path, "no causal language model loads")
+    refused(tmp_path, "does not load as a causal language model")
     weights.unlink()
-    refused(tmp_path, "no causal language model loads")
+    refused(tmp_path, "does not load as a causal language model")
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def _lineage_file(run_dir: Path) -> dict[str, Any]:
 
 def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
     """Return the run's `GroupTokens` from group-key.json. If there is no such file, create it with a new key. Groups below
-    number `reserved`, which were issued without this key, then need no token. Raises `UserError` if the file is malformed."""
+    number `reserved`, which were issued without this key, then need no proof. Raises `UserError` if the file is malformed."""
     path = run_dir / "group-key.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -237,7 +237,7 @@ RESUME, STATE = "resume", "state"
 
 @dataclass(frozen=True)
 class Start:
-    """Starting point of a trainer. `lineage`: all starts up to this one. `again`: an earlier incarnation used the streams."""
+    """Starting point of a trainer. `lineage`: all starts up to this one. `again`: True if the run had a trainer before."""
 
     lineage: Lineage = FIRST_INCARNATION
     again: bool = False

@@ -177,9 +177,9 @@ class Uploads:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""
         self._run_dir, self._aside, (self._tries, self._seconds) = run_dir, run_dir / "uploading", metrics
         self._waiting: tuple[int, Path] | None = None
-        """Version and linked copy. The copy's modification time says when the checkpoint was written."""
+        """Version and linked copy of the waiting checkpoint. The copy has the modification time of the checkpoint."""
         self._since_s = 0.0
-        """Unix time at which the waiting checkpoint was written; if it replaced others that waited, the time of the first."""
+        """Unix time at which the waiting checkpoint was written. If it replaced waiting checkpoints, the time of the first."""
         self._trying: Path | None = None
         self.last: dict[str, Any] = {}
         """Content of `UPLOADED`; empty before the first upload to this store."""

@@ -1,8 +1,9 @@
 """Measure one policy version through the actors that serve it: held-out accuracy, and parity with the trained weights.
 
 The parity probe is a fixed token sequence that the actors and the trainer score with the same version. The largest difference
-of token log-probabilities is the run's `logprob_mismatch_max`. `parity_failures` counts answers that differ too much, that do
-not show the whole change made by training, or that cannot be compared. Actors score the probe without cached keys and values.
+of token log-probabilities is the run's `logprob_mismatch_max`. `parity_failures` counts the actors' answers to probes whose
+scores differ too much, show too little or too much of the change made by training, or cannot be compared. Actors score the
+probe without cached keys and values.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Evaluator:
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Evaluate `version`. No later version may be committed. Raises `ServiceError` if no problem gets a verdict in time."""
+        """Evaluate `version`. No later version may be committed meanwhile. Raises `ServiceError` if no answer can be judged."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             return self._result(version, await self._answers(version, trace_of(span)))
 
@@ -231,7 +232,7 @@ class Evaluator:
         return in_turn[: max(4, len(by_set))]
 
     async def parity(self, version: int, trained: Logprobs, base: Logprobs | None = None) -> Parity | None:
-        """Compare the trainer's scores `trained` with those of actors that serve `version`. Return None if none answers."""
+        """Compare the trainer's scores `trained` with those of actors that serve `version`; None if no such actor answers."""
         members = self._updater.serving
         wanted = PolicyVersion(self._incarnation, version)
         scores = (self._score(name, member.grpc_address, wanted) for name, member in members.items())
@@ -272,8 +273,8 @@ def probe_tolerance(recipe: Recipe) -> float:
 
 @dataclass(frozen=True)
 class Parity:
-    """Result of a probe. `mismatch`: largest difference in nats; None if no answer is comparable. `problems`: one text per
-    failure."""
+    """Result of a probe. `mismatch`: largest difference in nats between an actor's scores and the trainer's; None if no actor's
+    scores are comparable. `problems`: one text for each actor whose scores fail the probe."""
 
     mismatch: float | None = None
     problems: tuple[str, ...] = ()

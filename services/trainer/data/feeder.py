@@ -70,7 +70,7 @@ _GROUP_ID = re.compile(r"g([0-9]{8,18})")
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Tokens that prove that an actor received a group. A token is a MAC of the group's id with the secret `key` (32 bytes)."""
+    """Proofs that an actor received a group. The token of a group is a MAC of its id with the secret `key` (32 bytes)."""
 
     key: bytes
     first_group: int = 0
@@ -110,7 +110,7 @@ class Feeder:
         self.bounds = IssueBounds(recipe)
         self.next_group = 0
         self.tokens: GroupTokens | None = None
-        """Tokens that prove that an actor received a group. `take_over` sets them. If None, no sequence needs a proof."""
+        """Proofs that an actor received a group. `OptimizerLoop.take_over` sets them. If None, no sequence needs a proof."""
 
     @property
     def room(self) -> IssueRoom:
@@ -131,7 +131,7 @@ class Feeder:
         self.look_again()
 
     def take_figures(self) -> dict[str, Any]:
-        """Return a step record's figures about sequences. `ended_by_length` counts what ended since the previous call."""
+        """Return a step record's figures about sequences. `ended_by_length` counts sequences that ended since the last call."""
         tracker, room = self.tracker, self.room
         return {
             "in_flight": room.in_flight,
@@ -159,10 +159,10 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Take over the groups of an earlier incarnation, which reserved all numbers below `reserved`. Call this before reading
-        the log. First open all groups up to the last one on a stream; `run` opens later ones. Then publish again the open
-        groups that are on no stream, with message ids that end with `name`, and return their number. `prompts`,
-        `arrived`: results of `scan_in_flight`."""
+        """Take over the groups of an earlier incarnation, which reserved all numbers below `reserved`. The caller must not have
+        read the log yet. All groups up to the last one on a stream are opened here; `run` opens later ones. Opened groups that
+        are on no stream are published again, with message ids that end with `name`. Return the number of these groups.
+        `prompts`, `arrived`: results of `scan_in_flight`."""
         named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
         last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)
         while self.next_group <= last:
@@ -250,7 +250,7 @@ def training_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Cal
 
 
 def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[PromptGroup]:
-    """Return the held-out problems of each task, and of `evaluation.sets`. Problems whose prompt is too long get no verdict."""
+    """Return the held-out problems of the tasks and of `evaluation.sets`. Accuracy leaves out those with too long a prompt."""
     found = list[PromptGroup]()
     for name, share in recipe.problem_sets.items():
         source = make_source(share.task, recipe.seed, is_trained_on=name in recipe.mixture)

@@ -53,7 +53,7 @@ _FIXES = {
     "forged": "run trainer and actors of the same release. If you already do, an actor forges answers: check who has its login",
     "unreadable": "run trainer and actors of the same release",
 }
-"""Advice on lost groups, by the beginning of the reason for the loss (docs/errors.md lists the reasons)."""
+"""Advice, by the beginning of the reason why groups were lost (docs/errors.md lists the reasons)."""
 
 
 def lost_groups_message(num_groups: int, reasons: Counter[str], failures: Mapping[str, str]) -> str:
@@ -134,7 +134,7 @@ class Intake:
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
-        """Wait for the groups of the step at `version`. In conventional mode, they are the next part of the phase."""
+        """Return the groups of the step that starts from `version`. In conventional mode, wait for its whole phase first."""
         num_groups, grown = groups.groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             async with self._changed:
@@ -166,7 +166,7 @@ class Intake:
         return HeldSequences((*handed_out, *self._phase), tuple(self.ready), self._tracker.held())
 
     def restore(self, held: HeldSequences, position: int) -> None:
-        """Take over the sequences of an earlier intake. Restore the tracker first."""
+        """Take over the sequences that an earlier intake held when it had read up to `position`. Restore the tracker first."""
         self._in_vain.clear()  # in a resumed run, timeouts may come from a passing outage, which must not end it
         self._phase, self.position = list(held.taken), position
         self.ready.extend(held.ready)

@@ -1,7 +1,7 @@
 """Record the sequences of each optimizer step as Parquet, and read them back. docs/run-directory.md lists the columns.
 
-Each step has one file with a row per branch, in the order of the step's groups and sequences. The files have columns instead of
-messages, because people also use them for analysis, offline training and distillation.
+Each step has one file with a row per branch, in the order of the step's groups and sequences. The files have plain columns, not
+protobuf messages, because people also use them for analysis, offline training and distillation.
 """
 
 from __future__ import annotations

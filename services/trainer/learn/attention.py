@@ -31,11 +31,11 @@ VARLEN = "pipelinerl_varlen"
 """Name by which this module's attention is registered with transformers."""
 
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Arguments of some architectures that change the result of attention and are not implemented here."""
+"""Arguments that some architectures pass to attention. They change its result, and this module does not implement them."""
 
 
 def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
-    """Return `values` on `device`; on the CPU they may share memory. To a GPU, pinned memory avoids waiting for queued work."""
+    """Return `values` on `device`. A CPU tensor may share their memory. A copy to a GPU does not wait for its queued work."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()

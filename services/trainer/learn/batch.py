@@ -97,7 +97,7 @@ class HostMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Inputs of the model and the loss on the model's device, with the shapes of `HostMicroBatch`. C may be 0."""
+    """Inputs of model and loss on the device, shaped as in `HostMicroBatch`. C, the number of sampled tokens, may be 0."""
 
     row: TokenRow
     predictors: Tensor

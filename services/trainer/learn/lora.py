@@ -1,6 +1,6 @@
 """Insert, find and disable peft's low-rank adapters in a model, and yield the weights in the form that actors load.
 
-Adapters have the model's dtype, with float32 masters in the optimizer. Sharded adapters are themselves float32. Actors load
+Adapters have the model's dtype, and the optimizer updates float32 copies. Sharded adapters are themselves float32. Actors load
 whole weights with adapters merged in, or A and B of each adapter. Shards are gathered one parameter at a time, to save memory.
 """
 
@@ -167,8 +167,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def served_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each parameter of the original model, in its order; tied parameters come once. With sharded
-    weights, every rank must iterate to the end. `dtype`: the caller will round to it, so shards of weights without an adapter
-    are gathered in it."""
+    weights, every rank must iterate to the end. `dtype`: dtype to which the caller will round. To save traffic, the shards of
+    weights without an adapter are gathered in this dtype."""
     for name, parameter, adapter in served_parameters(model):
         if adapter is None:
             yield name, whole(parameter, dtype)

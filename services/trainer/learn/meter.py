@@ -37,9 +37,9 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def cost_model_of(model: PreTrainedModel) -> CostModel:
-    """Return a training step's cost / `TRAINING_PASSES`, as a function of sequence lengths. Frozen weights get no gradients, so
-    their products take two passes instead of three. The matrices are found among the model's parameters, so any architecture
-    works. Of a mixture's experts, only those that a token visits count."""
+    """Return a training step's FLOPs, divided by `TRAINING_PASSES`, as a function of sequence lengths. Frozen weights get no
+    gradients, so their products take two passes instead of three. The matrices are found among the model's parameters,
+    so any architecture works. Of a mixture's experts, only those that a token visits count."""
     text: Any = model.config.get_text_config()
     decoder, head = model.get_decoder(), model.get_output_embeddings().weight
     uncounted = {id(module.weight) for module in decoder.modules() if isinstance(module, torch.nn.Embedding)} | {id(head)}
@@ -158,7 +158,7 @@ def sampled_sequences(groups: list[TrainingGroup]) -> list[Sequence]:
 LARGEST_LOG_WEIGHT = 80.0
 """Upper bound on log w before e^(log w) is summed for k3, so that the sum cannot overflow. e^80 is 5e34."""
 EQUAL = 1e-12
-"""Returns R count as equal if their variance is at most this share of their mean square. Rounding alone causes about 1e-16."""
+"""The returns R count as equal if variance / mean square is at most this number. Rounding alone causes about 1e-16."""
 
 
 @dataclass(frozen=True, eq=False)

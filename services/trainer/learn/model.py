@@ -171,7 +171,7 @@ def _load_weights(source: str, hf_config: PretrainedConfig, config: ModelConfig,
             source, config=hf_config, dtype=DTYPES[config.dtype], attn_implementation="eager", output_loading_info=True, **hub
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise FieldError("model.name", source, f"no causal language model loads: {first_line(error)}") from error
+        raise FieldError("model.name", source, f"does not load as a causal language model: {first_line(error)}") from error
     model, report = loaded
     if report["missing_keys"] or report["mismatched_keys"]:
         lacking = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))

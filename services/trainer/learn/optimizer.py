@@ -92,7 +92,7 @@ def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
 
 
 RATE_FACTOR = "rate_factor"
-"""Key of a parameter group's learning rate as a multiple of the policy's. A missing key means 1."""
+"""Key in an optimizer's parameter group: its learning rate as a multiple of the policy's. A missing key means 1."""
 VALUE_RATE_FACTOR = 10.0
 """Default `RATE_FACTOR` of the value head, which starts at 0 and must learn faster than the policy."""
 

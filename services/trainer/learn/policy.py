@@ -339,7 +339,8 @@ def _scan(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) over the logits z of each block, and combine the blocks.
 
     Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. log p
-    is the logit minus the log-normaliser. In a single uncompiled block, both are relative to the token's largest logit.
+    is the logit minus the log-normaliser. If a single block is not compiled, the returned logits and log-normalisers are
+    relative to the token's largest logit.
     """
     blocks = head.blocks()
     buffer = head.buffer()

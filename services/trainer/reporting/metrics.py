@@ -184,8 +184,8 @@ LAG_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
 
 
 class TokenLagHistogram(Collector):
-    """Tokens by lag since the start. The client library's histogram takes one observation at a time, which is too slow for
-    hundreds of thousands of tokens per step."""
+    """Exports trained tokens by lag, since this process started. The client library's histogram takes one observation at a
+    time, which is too slow for hundreds of thousands of tokens per step."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -177,8 +177,8 @@ def add_page(app: FastAPI, board: PageBoard) -> None:
 
 
 def behind_key(app: ASGIApp, key_file: Path | None) -> ASGIApp:
-    """Serve `app` below the path `/KEY/`, with the key in `key_file`. Without the key, only paths in `PROBED` work. Return
-    `app` itself if there is no file."""
+    """Return an app that serves `app` below the path `/KEY/`, where KEY is the content of `key_file`. Without the key, only the
+    paths in `PROBED` work. Return `app` itself if `key_file` is None."""
     if key_file is None:
         return app
     key = key_file.read_bytes()

@@ -166,7 +166,7 @@ class Recorder:
         self.totals.add_events({"parity_failures": len(parity.problems), "logprob_mismatch": parity.mismatch})
 
     def commits_held(self, seconds: float) -> None:
-        """Record that an evaluation or probe held commits of later versions for `seconds`."""
+        """Record that an evaluation or probe took `seconds`, in which no later version could be committed."""
         self._arrived["commits_held_s"] += seconds
         self.totals.add_events({"commits_held_s": seconds})
 

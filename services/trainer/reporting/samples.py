@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 Sample = dict[str, Any]
 """One object of samples.jsonl. docs/run-directory.md documents its keys."""
 MOST_TOKENS = 1024
-"""Maximum number of tokens of a completion that are written one by one."""
+"""Maximum number of sampled tokens of a sample whose texts and importance weights are listed one by one."""
 MOST_WITH_TOKENS = 500
 """Approximate number of steps per run whose samples have tokens (up to 20 KB each). Other samples take 1 to 4 KB."""
 
@@ -118,7 +118,7 @@ def without_tokens(sample: Sample) -> Sample:
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase | None, token_ids: TokenIds, text: str, limit: int) -> list[str] | None:
     """Split `text`, the decoded `token_ids`, into one piece for each of the first `limit` tokens. If several tokens make one
-    character, the last of them gets it. Special tokens have no text. Return None if the pieces do not make `text`."""
+    character, the last of them gets it. Special tokens have no text. Return None if `text` does not begin with the pieces."""
     pieces = _pieces(tokenizer, token_ids[:limit], skip_special_tokens=True)
     return pieces if pieces is not None and text.startswith("".join(pieces)) else None
 

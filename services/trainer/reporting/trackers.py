@@ -393,7 +393,7 @@ class MlflowTracker:
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def log_samples(self, axis: str, position: int, rows: list[Row]) -> None:
-        """Write a file for each table. To append, MLflow would read the file with pandas, which turns texts into numbers."""
+        """Write each table to a new file. To append, MLflow would read a file with pandas, which turns texts into numbers."""
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         self._client.log_table(self._run_id, columns, f"{TABLES[axis]}/{self._incarnation}-{position:06}.json")
 
