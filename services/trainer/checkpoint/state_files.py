@@ -52,7 +52,7 @@ def trained_parameters(learner: Learner) -> dict[str, nn.Parameter]:
 
 
 def learner_state(learner: Learner) -> dict[str, Tensor]:
-    """Return the state by name. Weights and moments are not copied, and 8-bit moments are not dequantised."""
+    """Return the learner's state, by name. Weights and moments are not copied, and 8-bit moments are not dequantised."""
     learner.optimizer.begin_moments()
     state: dict[str, Tensor] = {}
     for name, stepped in trained_parameters(learner).items():
@@ -194,7 +194,7 @@ class StateSaver:
         self._learner, self._others = learner, learner.world.saving
         self.staged: dict[str, Tensor] = {}
         self._waiting, self._free = threading.Semaphore(0), threading.Event()
-        """`_waiting`: 1 while a staged state waits to be written or dropped. `_free`: set while the memory is free."""
+        """`_waiting`: 1 while a staged state waits to be written or dropped. `_free`: set once it is written or dropped."""
         self._free.set()
 
     def stage(self) -> None:

@@ -111,7 +111,7 @@ class Intake:
         self._lost_reasons: Counter[str] = Counter()
         self.tokens_arrived = 0
         self.tokens_arrived_here = 0
-        """Tokens that arrived since this trainer started. `tokens_arrived` continues from the checkpoint."""
+        """Tokens that arrived since this trainer started. `tokens_arrived` begins with the checkpoint's number."""
         self.bad_messages = 0
         self.failures: dict[str, str] = {}
         """For each short reason of a failure: the full reason of the first such failure."""
@@ -244,7 +244,7 @@ class Intake:
                 raise FieldError(f"{place}reward.timeout_s", share.reward.timeout_s, f"{slow}, or raise this limit")
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
-        """Return a complete group's trainable samples; empty if the group is lost. Raises `UserError` after too many losses."""
+        """Return a complete group's trainable samples; empty if it is lost. Raises `UserError` after too many lost groups."""
         algorithm, good = self._recipe.algorithm, tuple(sample for sample in samples if not sample.failure)
         if len(good) < groups.smallest_group(algorithm.advantage):
             self._tracker.lose(good, Outcome.FAILED, "group incomplete")

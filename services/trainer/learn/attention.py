@@ -96,7 +96,7 @@ class RowPart:
         return slice(self.index * own, (self.index + 1) * own)
 
     def counts(self, length: int, predictors: Tensor, host: NDArray[np.int64] | None) -> list[int]:
-        """Return how many `predictors` (int64[C], ascending) each rank has. `host`: a copy of `predictors` on the CPU."""
+        """Return how many `predictors` (int64[C], ascending) are in each rank's slice. `host`: a CPU copy of them, if any."""
         places = predictors.cpu().numpy() if host is None else host
         edges = np.arange(1, self.ranks) * (length // self.ranks)
         ends = [*np.searchsorted(places, edges).tolist(), len(places)]
@@ -115,7 +115,7 @@ class RowPart:
         return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)
 
     def collected(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Map [k, own tokens] → [k, tokens of all ranks]. `counts`: tokens by rank. Only this rank's part has a gradient."""
+        """Map [k, tokens of this rank] → [k, tokens of all ranks]. `counts`: tokens by rank. Only its own have a gradient."""
         padded = x.new_zeros((x.shape[0], max(counts)))
         padded[:, : x.shape[1]] = x.detach()
         everything = [torch.empty_like(padded) for _ in counts]
@@ -134,7 +134,7 @@ class PackedLayout:
     places: NDArray[np.int64] | None = None
     """[sum of lengths]: each token's position in the row, sequence after sequence. None if no tokens are shared."""
     part: RowPart | None = None
-    """Set if ranks share the row: each rank attends to all tokens with a part of the heads."""
+    """None unless ranks share the row. Each of these ranks then attends to all tokens with a part of the heads."""
 
     @cached_property
     def cu_seqlens(self) -> Tensor:

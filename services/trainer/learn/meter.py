@@ -173,7 +173,7 @@ class TokenStatistics:
     moments: NDArray[np.float64]
     """[2, 3]: number, sum and sum of squares of returns, and of returns − baseline; all 0 without a learned baseline."""
     actors: NDArray[np.int64]
-    """[largest actor + 1, 2]: each actor's tokens of lag 0, and how many have a |log weight| that is NaN or above the bound."""
+    """[largest actor + 1, 2]: number of each actor's tokens of lag 0, and of those with |log weight| NaN or above the bound."""
     reported: NDArray[np.float64]
     """[R, 2]: for each token in `HostMicroBatch.reported` branches, the branch's position in the step, and the log weight."""
 

@@ -286,7 +286,7 @@ class Head:
     rounded: bool = False
     """Round logits to the inputs' dtype, as the head itself would."""
     compiled: bool = False
-    """Compile the work on blocks if there are gradients."""
+    """Have torch compile the computation of a block, if gradients are needed."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -258,7 +258,7 @@ class Learner:
         return meter.token_statistics(of_tokens, share, self._bound), totals, figures
 
     def microbatch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Add one micro-batch's gradient, and return its values [4 or 5, C] and totals [4] (see `compute`), on the device."""
+        """Accumulate a micro-batch's gradient. Return its values [4 or 5, C] and totals [4] (see `compute`), on the device."""
         given, reference = (batch.row, batch.predictors, batch.targets, self.temperature), None
         with torch.set_grad_enabled(batch.has_gradient):
             scores = self.policy.scores(*given, self.algorithm.entropy_coefficient > 0)

@@ -41,7 +41,7 @@ ORDERS = (TRAIN, SCORE, WEIGHTS, ADAPTER, VALUE_HEAD, SAVE, HEARTBEAT)
 
 
 def rank_orders(registry: CollectorRegistry) -> Counter:
-    """Return a counter of rank 0's orders, for ranks other than 0. Only the first rank of a node exports its counter."""
+    """Return a counter of the orders from rank 0 that another rank executes. Only the first rank of a node exports it."""
     return MetricSet(PREFIX, registry).counter(
         "rank_orders_total", "Orders from rank 0 that the first rank of another node executed.", {"kind": ORDERS}, unit="orders"
     )

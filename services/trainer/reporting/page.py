@@ -80,7 +80,7 @@ class PageBoard:
             self._state = dict(state)
 
     def history(self) -> str:
-        """Return everything so far as JSON, including the `position` from which the reader continues."""
+        """Return the whole content of the page as JSON, including the `position` from which the reader continues."""
         with self._lock:
             data = {**self._about, **self._history.data(), "state": self._state, "position": self._position()}
         return to_json(data)
