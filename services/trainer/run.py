@@ -171,7 +171,7 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Wait for the actors. After a timeout, wait on if `linger` is set or actors start; else raise `ServiceError`."""
+        """Wait for the actors. After a timeout, wait again if `linger` is set or actors start; else raise `ServiceError`."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:
@@ -218,7 +218,7 @@ class TrainingRun:
             log.error("the run ends without a checkpoint of version %d: %s", self.loop.version, error)
 
     async def _publish_last(self) -> None:
-        """Write the last checkpoint and make it the run's result. Raises `ServiceError`."""
+        """Write the last checkpoint and make it the run's result. Raises `ServiceError` if it cannot be written."""
         async with self._publishing:  # otherwise a run that is stopped at its very end would do this twice at the same time
             written = await self.loop.checkpoints.write(last=True)
             await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
@@ -277,7 +277,7 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
 
 
 async def _wait_at_end(work: Coroutine[Any, Any, None], most_s: float, lacking: str) -> None:
-    """Wait for `work` at most `most_s` seconds. `lacking`: error to log if this takes longer or is stopped."""
+    """Wait for `work` at most `most_s` seconds. `lacking`: what to log as missing if this takes longer or is stopped."""
     try:
         async with asyncio.timeout(most_s):
             await work

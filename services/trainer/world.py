@@ -33,7 +33,7 @@ BATCHES = "batches"
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Place of one rank among `size` ranks. `sequence_ranks` and `shard_ranks` divide `size`."""
+    """Position of one rank among `size` ranks. `sequence_ranks` and `shard_ranks` divide `size`."""
 
     rank: int = 0
     size: int = 1
@@ -72,12 +72,12 @@ class Message:
 
 ORDER_TIMEOUT = timedelta(minutes=30)
 """Maximum time for which a rank waits for rank 0's next message. Rank 0 sends one every `loop.HEARTBEAT_S` seconds, except
-during long computations. The limit only matters if rank 0 loads the model for longer, or vanishes without closing its
-connections."""
+during long computations. The limit only matters if rank 0 needs more time to load the model, or vanishes without closing
+its connections."""
 TENSOR_TIMEOUT = timedelta(minutes=10)
 """Maximum duration of a collective on tensors, including the wait for ranks that are still computing."""
 BATCH_TIMEOUT = timedelta(days=3650)
-"""Practically no limit on the wait for a rank's next batches, since a run may wait for sequences, or linger, for any time."""
+"""Maximum wait for a rank's next batches: practically unlimited, since a run may wait for sequences for any length of time."""
 
 
 class Links:

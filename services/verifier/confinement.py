@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
 MOST_PROCESSES, MOST_THREADS = 64, 512
-"""Limits of a sandboxed reward worker or episode; `MOST_THREADS` also of a program. Simultaneous starts may exceed both."""
+"""Limits of a sandboxed reward worker or episode. A program has only the second limit. Simultaneous starts may exceed both."""
 _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
 """SECCOMP_IOCTL_NOTIF_RECV and SECCOMP_IOCTL_NOTIF_SEND. Their structures have 80 and 24 bytes."""
 _GO_ON = 1
@@ -108,8 +108,8 @@ def _exit_code_of(child: int, *ends: socket.socket) -> int:
 
 
 def answer_call(listener: int, child: int | None = None) -> None:
-    """Answer a request for one more process or thread. The limits apply to `child` and its descendants together, or to the
-    requesting process alone if `child` is None."""
+    """Answer a request for one more process or thread. `MOST_PROCESSES` and `MOST_THREADS` limit `child` and its descendants
+    together or, if `child` is None, the requesting process alone."""
     call = bytearray(80)
     with contextlib.suppress(FileNotFoundError):  # the requesting process was killed meanwhile
         fcntl.ioctl(listener, _RECEIVE_CALL, call)

@@ -328,7 +328,7 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
 
 
 def load_play(share: ProblemSet, search_path: str) -> Play:
-    """Import the user's code and return the function that runs its episodes. Raises `UserError`."""
+    """Import the user's code and return the function that runs its episodes. Raises `UserError` if this code has a mistake."""
     task, reward = share.task, share.reward
     if task.source == "environment":
         kind = episodes.imported("task.name", task.name)
@@ -379,7 +379,8 @@ def load_play(share: ProblemSet, search_path: str) -> Play:
 
 def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
     """Import an environment of the package `verifiers` (0.4, v1) and return the function that runs its episodes with the
-    package's own loop. A server of the package forwards the requests of agents unchanged to the actor. Raises `FieldError`."""
+    package's own loop. A server of the package forwards the requests of agents unchanged to the actor. Raises `FieldError` if
+    the package or the environment cannot be loaded."""
     from pipelinerl.recipe.preflight import VERIFIERS, VERIFIERS_MISSING
 
     if VERIFIERS.is_dir():
@@ -426,7 +427,7 @@ def play_verifiers(task: TaskConfig, seed: int, *, is_trained_on: bool) -> Play:
 
 
 def result_of(episode: Episode, base_url: str) -> VerifyResult:
-    """Return the mean reward and metrics over the trained agents' traces. Raises `EpisodeFailed`."""
+    """Return the mean reward and metrics over trained agents' traces. Raises `EpisodeFailed` if the result cannot be used."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise EpisodeFailed("verifiers: " + (f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode is not ok"))

@@ -3,10 +3,10 @@
 This process, the template, imports the user's code once, so a fork takes only milliseconds and little memory. Over one socket
 it takes the verifier's orders and reports the ends of episodes.
 
-An order to begin carries a socket for the new episode. Over this socket, the verifier sends the request, and the episode its
-result or, for a judge, its answer. If it has an environment or tools, it also sends a byte whenever it starts or stops waiting
-for the policy. Frames are those of `multiprocessing.connection`. An episode's process has its own session and limits of address
-space and CPU time, and dies with the template. When it ends, all processes that it started are killed.
+An order to begin carries a socket for the new episode. Over this socket, the verifier sends the request, and the episode sends
+its result or, for a judge, its answer. An episode with an environment or tools also sends a byte whenever it starts or stops
+waiting for the policy. Frames are those of `multiprocessing.connection`. An episode's process has its own session and limits of
+address space and CPU time, and dies with the template. When it ends, all processes that it started are killed.
 """
 
 from __future__ import annotations

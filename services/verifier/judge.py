@@ -65,8 +65,8 @@ class Judge(AbstractAsyncContextManager["Judge"]):
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
     def answer(self, item: verifier_pb2.VerifyItem) -> asyncio.Future[verifier_pb2.VerifyResult]:
-        """Return a result with the judge's text as `answer`, or a failure. A truncated completion that earns nothing is not
-        judged. If the caller is cancelled, the call of the judge continues, and its answer is cached."""
+        """Return a result with the judge's text as `answer`, or a failure. With `truncated: zero`, a truncated completion is
+        not judged, and `answer` is empty. If the caller is cancelled, the judge's answer is still awaited and cached."""
         if self._skips_cut and item.finish_reason == sequence_pb2.FINISH_REASON_LENGTH:
             unasked = asyncio.get_running_loop().create_future()
             unasked.set_result(verifier_pb2.VerifyResult(status=verifier_pb2.VERIFY_STATUS_OK))

@@ -65,7 +65,7 @@ class QueueFull(PipelineRLError):
 
 @dataclass(eq=False)
 class Job:
-    """One item to score. Its future gets the result, or is cancelled if the call is."""
+    """One item to score. Its future gets the result, or is cancelled if the gRPC call is cancelled."""
 
     item: verifier_pb2.VerifyItem
     on_result: Callable[[verifier_pb2.VerifyResult], None]
@@ -126,8 +126,8 @@ class RewardPool:
         items: Iterable[verifier_pb2.VerifyItem],
         on_result: Callable[[verifier_pb2.VerifyResult], None] = lambda result: None,
     ) -> list[verifier_pb2.VerifyResult]:
-        """Return one result per item, in order. `on_result` gets each result as soon as it is ready. Raises `QueueFull`,
-        without queueing any item. If the call is cancelled, its items leave the queue."""
+        """Return one result per item, in order. `on_result` gets each result as soon as it is ready. Raises `QueueFull`
+        and queues no item if there is no room for all. If the call is cancelled, its items leave the queue."""
         loop = asyncio.get_running_loop()
         jobs = [Job(item, on_result, loop.create_future()) for item in items]
         waiting = len(self._jobs) + sum(judge.num_waiting for judge in self._judges.values())

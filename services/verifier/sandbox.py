@@ -44,7 +44,7 @@ from services.verifier.confinement import MIB, answer_call, attach_to_parent, ke
 
 
 class Means(StrEnum):
-    """Sandboxes, strongest first."""
+    """Kinds of sandbox, strongest first."""
 
     BUBBLEWRAP = "bubblewrap"
     LANDLOCK = "landlock"
@@ -67,7 +67,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of a program. A signal gives a negative `exit_code`, such as -9 for SIGKILL."""
+    """The result of a program. If a signal ended the program, `exit_code` is negative, such as -9 for SIGKILL."""
 
     exit_code: int
     stdout: bytes
@@ -396,13 +396,14 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
     that TCP port of any host.
 
     This function forks and returns in the child. The parent stays outside, limits the child's processes, and ends with the
-    child's exit code. The caller must have one thread, because Landlock restricts only the calling thread. Raises `NoSandbox`.
+    child's exit code. The caller must have one thread, because Landlock restricts only the calling thread. Raises `NoSandbox`
+    if it has more threads, or if this machine lacks what the sandbox needs.
     """
     threads = len(os.listdir("/proc/self/task"))  # counted before `confinement_missing` uses another thread
     if missing := confinement_missing():
         raise NoSandbox(missing)
     if threads > 1:
-        raise NoSandbox(f"{threads} threads are running instead of one; modules of rewards and environments must start none")
+        raise NoSandbox(f"{threads} threads run instead of one; modules of rewards and environments must not start threads")
     try:
         outside, inside = socket.socketpair()
         if child := os.fork():

@@ -29,7 +29,7 @@ MOST_RESTARTS = 3
 SLOW = 4.0
 """A member may take up to this multiple of the members' median time. `WeightUpdater.limit_s` applies it to transfers, too."""
 TRAINER = ""
-"""`actor` of the trainer's own answers: `EpochJoined` when its end of the group is built, `Staged` when all bytes are sent."""
+"""Value of `actor` in the trainer's answers: `EpochJoined` when its end of the group is built, `Staged` when all is sent."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ class VersionServed:
 
 
 Action = FormGroup | Announce | Commit | Abort | Evicted | VersionServed
-"""`Announce`, `Commit` and `Abort` are messages to the members, in which the caller sets further fields. The caller broadcasts
+"""`Announce`, `Commit` and `Abort` are messages to the members; the caller fills in their other fields. The caller broadcasts
 the version after `Announce`, and closes the group after `Abort`, because the group may be stuck in a collective. `FormGroup`,
-`Announce` and `Commit` begin a phase, after whose `due_s` the caller posts `DeadlinePassed`."""
+`Announce` and `Commit` begin a phase. If it still runs `due_s` seconds after its start, the caller posts `DeadlinePassed`."""
 
 
 class Phase(Enum):
@@ -183,21 +183,21 @@ class Coordinator:
         self.version = -1
         self.members: dict[str, Member] = {}
         self.present: dict[str, Member] = {}
-        """Actors that may be members: those that are registered and neither start nor drain; in a side group, its joiners."""
+        """Actors that may be members: registered, not starting and not shutting down; in a side group, its joiners."""
         self._newcomers: set[str] = set()
-        """Actors that came after the first offer. Until `MemberReady`, they are in an epoch only if no other actor is left."""
+        """Actors that came after the first `VersionReady`. They join an epoch after `MemberReady`, or if no others are left."""
         self._benched: dict[str, None] = {}
         """Failed actors in order of their failures. They rejoin through side groups. If no other actor is left, the one that
         failed longest ago is tried alone at its next heartbeat."""
         self._group_stands = False
         self.answered: dict[str, int] = {}
-        """Members (and `TRAINER`) that have answered in this phase, each with the checksum of its staged bytes, or 0."""
+        """Members (and `TRAINER`) that have answered in this phase, with the checksum of their `Staged`; 0 for other answers."""
         self._left: set[str] = set()
         """Processes that left while their ranks were in the group. If the group then fails, no remaining member is blamed."""
         self._restarts = 0
-        """Failed attempts at this version with the same members, without a member to blame."""
+        """Number of failed attempts to send this version to the same members, if no member was to blame."""
         self._breaks = False
-        """True after a group of several members was dissolved because it broke repeatedly. The next group is not retried."""
+        """True after a group of several members was dissolved because it broke repeatedly. Broken groups are then not retried."""
         self._held_above: int | None = None
 
     @property
@@ -208,9 +208,10 @@ class Coordinator:
     def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
         """Return how many seconds after its start the phase counts as stuck or too slow, if no further answer arrives.
 
-        It may last until `deadline_s` after the last answer (or the start), but not longer than `limit_s` after the first one.
-        Once more than half have answered, it may last `SLOW` times the median of `answers_s` at most, or `deadline_s` if that
-        is more. While the trainer sends, it may last `limit_s`. `answers_s`: seconds from the phase's start to each answer.
+        While the trainer sends, the phase may last `limit_s`. Otherwise it may last until `deadline_s` after the last answer
+        (or after its start), but not beyond `limit_s` after the first answer. Once more than half of the trainer and members
+        have answered, a second limit applies: `SLOW` times the median of `answers_s`, but at least `deadline_s`. `answers_s`:
+        seconds from the phase's start to each answer.
         """
         if self.phase is Phase.SENDING and TRAINER not in self.answered:
             return limit_s

@@ -1,6 +1,6 @@
 """The known state of each actor, and the choice of actors for side groups. Pure.
 
-A side group brings joining actors to the newest served version, while the epoch of the others goes on. Newcomers share one side
+A side group sends the newest served version to joining actors, while the other actors' epoch goes on. Newcomers share one side
 group, so the trainer sends the version to them once. An actor that failed gets a separate side group. An actor joins the next
 epoch only after it serves the version. Until then it cannot delay the epoch's members.
 """
@@ -32,7 +32,7 @@ class MemberChange:
 
 @dataclass
 class UpdateRecord:
-    """Figures of the update to one version. Dictionaries are by actor."""
+    """Figures of the update to one version. The dictionaries have one entry per actor."""
 
     version: int
     num_bytes: int = 0
@@ -73,7 +73,7 @@ class _Registered:
     failures: int = 0
     """Consecutive failures, in epochs or on side groups."""
     rest: int = 0
-    """Heartbeats left until the next attempt after a failure."""
+    """Number of heartbeats until a failed actor may join a group again; 0 = at once."""
 
 
 class Roster:
@@ -148,7 +148,7 @@ class Roster:
     def side_groups(
         self, version: int, epoch: Collection[str], running: Collection[Collection[str]]
     ) -> list[tuple[Member, ...]]:
-        """Return the members of each new side group that `version` needs. `running`: the actors of each existing side group."""
+        """Return the members of each new side group that needs `version`. `running`: the actors of each existing side group."""
         self._expect(version)
         busy, free = set[str]().union(*running), MOST_AT_ONCE - len(running)
         due = [

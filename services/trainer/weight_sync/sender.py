@@ -221,8 +221,8 @@ class CollectiveGroup:
 class LogWriter:
     """Writes offered versions to the weight log, and announces each one when it is complete in the store.
 
-    It never delays training: if writing takes longer than a step, versions are skipped, and the next delta spans them. A store
-    that fails is tried again, each time with the newest version. The log keeps two snapshots in memory: the last written one
+    It never delays training: if writing takes longer than a step, versions are skipped, and the next delta spans them. If
+    writing fails, it is tried again with the newest version. The log keeps two snapshots in memory: the last written one
     and the one that is being written."""
 
     def __init__(self, weight_log: WeightLog) -> None:

@@ -1,6 +1,7 @@
 """Send policy versions to the actors: one transfer session serves the members of the epoch, and one serves each side group.
 
-`offer` waits only for the previous version, so the next batch is computed during a transfer. Epochs send one version at a time.
+`offer` waits only until the previous version is served, because an epoch transfers one version at a time. The trainer computes
+the next batch during a transfer.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ MOST_REASONS = 16
 
 
 class TransferSession:
-    """One transfer group with its state machine: the epoch of all actors, or the side group of `joiners`. The session performs
-    the coordinator's actions and records the update's figures. Its trace span lasts until the update is served or given up."""
+    """One transfer group with its state machine: the epoch's group, or a side group for `joiners`. The session performs the
+    coordinator's actions and records the update's figures. Its trace span lasts until the update is served or given up."""
 
     def __init__(self, updater: WeightUpdater, coordinator: c.Coordinator, joiners: Iterable[c.Member] = ()) -> None:
         self._updater, self.coordinator = updater, coordinator
@@ -64,7 +65,7 @@ class TransferSession:
         self._span: Span = INVALID_SPAN
         self._commit_span: Span = INVALID_SPAN
         self.snapshot: Snapshot | None = None
-        """The version that is sent; None if no version is in transfer."""
+        """Weights of the version in transfer; None if no version is in transfer."""
         self._begun_at = 0.0
         self._group: CollectiveGroup | None = None
         self._task: asyncio.Task[None] | None = None
@@ -132,7 +133,7 @@ class TransferSession:
                 await self._say("commit", action, self._commit_span)
             case pb.Abort():
                 updater.updates["aborted"] += 1
-                log.warning("version %d is aborted in epoch %d: %s", action.version, action.epoch, action.reason)
+                log.warning("the update to version %d is aborted in epoch %d: %s", action.version, action.epoch, action.reason)
                 self._span.add_event("aborted", {a.REASON: action.reason})
                 self._end_spans(action.reason, of_commit_only=True)
                 await self._say("abort", action)
@@ -253,8 +254,8 @@ class WeightUpdater:
         self.starting: set[str] = set()
         """Actors whose registrations say that they are loading, compiling or preparing to receive weights."""
         self.transfers_s = deque([sender.manifest.total_bytes / ASSUMED_BYTES_PER_S], maxlen=5)
-        """Seconds for sending all bytes, extrapolated from the newest transfers to the epoch. The first value is an
-        assumption."""
+        """Durations of the latest transfers to the epoch's members, each extrapolated to all bytes if it sent fewer. The
+        first value is an assumption."""
         self._formed_before = False
         self._changed = asyncio.Condition()
         self._served_snapshot: Snapshot | None = None
@@ -457,7 +458,7 @@ class WeightUpdater:
         self.post(next(sides, self._main), answer)
 
     def _note_reason(self, actor: str, reason: str) -> None:
-        """Keep the first reason of each actor. Above `MOST_REASONS`, drop the oldest one."""
+        """Keep the first reason why an actor does not serve. If more than `MOST_REASONS` actors have one, drop the oldest."""
         self._reasons.setdefault(actor, reason)
         while len(self._reasons) > MOST_REASONS:
             del self._reasons[next(iter(self._reasons))]

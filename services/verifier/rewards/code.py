@@ -104,7 +104,7 @@ def code_scorer(config: RewardConfig) -> Scorer:
 
 def program_in(answer: str) -> tuple[str, str]:
     """Return the program in an answer, and a note such as 'took its code block'. The program is the last fenced block
-    marked as Python, else the last unmarked block, else the whole answer. A block may lack its end."""
+    marked as Python, else the last unmarked block, else the whole answer. A block may lack its closing fence."""
     blocks = [(language, body) for language, body in _blocks(answer) if body.strip()]
     for wanted in (_PYTHON, ("",)):
         if found := [body for language, body in blocks if language in wanted]:

@@ -237,8 +237,8 @@ _FORMS = (
 
 
 def user_scorer(path: str, task: TaskConfig | None = None, answer_pattern: str = "") -> Scorer:
-    """Return a scorer that calls a user's function, possibly async. Raises `FieldError`. A function with the parameters of verl
-    or TRL gets the whole completion, so its recipe must not have an `answer_pattern`."""
+    """Return a scorer that calls a user's function, possibly async. Raises `FieldError` if it cannot be called. A function with
+    the parameters of verl or TRL gets the whole completion, so its recipe must not have an `answer_pattern`."""
     task, function = task or TaskConfig(), imported("reward.scorer", path)
     try:
         signature = inspect.signature(function)

@@ -454,7 +454,7 @@ def _is_whole(node: Node) -> bool:
 
 @lru_cache(maxsize=2048)
 def read(text: str) -> Node:
-    """Return the tree of text that `tidy` has normalised. Raises `Unreadable`."""
+    """Return the tree of text that `tidy` has normalised. Raises `Unreadable` if it is not mathematics in a known form."""
     if len(text) > MOST_CHARACTERS:
         raise Unreadable("too long for an answer")
     try:
@@ -511,13 +511,13 @@ def _factorial(value: Number) -> Number:
 
 
 def _opaque(name: str, value: Number) -> Number:
-    """Return the value of a smooth function that stands for an unknown one. It differs for each name, so f equals only f."""
+    """Return the value of a smooth function that stands for the unknown function `name`. It differs for each name."""
     x, seed = inexact(value), zlib.crc32(name.encode())
     return (seed % 97 + 3) + x * (seed % 89 + 2) / 7 + x**3 / (seed % 83 + 5) + mp.sin(x)
 
 
 def _logarithm(value: Number, base: Number = Fraction(1237, 211)) -> Number:
-    """Return a logarithm. The default base is neither e nor 10, because `log` may mean either."""
+    """Return a logarithm. `log` may mean base e or 10, so the default base is neither: log 2 equals neither ln 2 nor lg 2."""
     return mp.log(inexact(value)) / mp.log(inexact(base))
 
 
@@ -538,7 +538,7 @@ _CALLS: dict[str, Callable[..., Number]] = {
 
 
 def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
-    """Return the value of a tree for these variables. Call this inside a `precise` context. Raises `Unreadable`."""
+    """Return the value of a tree for these variables. Call this in a `precise` context. Raises `Unreadable` if it has none."""
     match node:
         case Node("number", _, (value,)):
             return _bounded(value)

@@ -299,7 +299,7 @@ def _is_lazy(function: Any) -> bool:
 
 
 def _collected(tests: dict[str, Any]) -> str:
-    """Run the functions, methods and cases that pytest would. Return why one cannot be run, or "". Raises the tests' errors."""
+    """Run the tests that pytest would run. Return why one cannot be run, or "" if all can. Raises the errors of the tests."""
     runs, names = list[Callable[[], Any]](), set(tests)
     for name, value in list(tests.items()):
         own = getattr(value, "__module__", None) == "tests" and not isinstance(value, Remote)

@@ -35,7 +35,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A scorer's result. `value`: 1 for a right answer; functions may return any number. It is the sum of `parts`, if any."""
+    """A scorer's result. `value`: the sum of `parts`, if any; 1 for a right answer. Users' functions may return any number."""
 
     value: float
     reason: str = ""

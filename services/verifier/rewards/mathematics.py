@@ -59,7 +59,7 @@ _MONTH = re.compile(
 
 
 def claims(text: str, *, boxed: bool) -> list[str]:
-    """Return the answer that `text` claims, and any later answer that may replace it; both must be right. [] = no answer."""
+    """Return the answer that `text` claims and any later one that may replace it. Both must be right. [] = no answer."""
     text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", outside(thoughts(text), text))
     found, tagged = boxes(text), text.rfind("<answer>")
     if boxed or (found and found[-1][0] > tagged):
@@ -118,7 +118,7 @@ def _spans(sentence: str) -> list[str]:
 
 
 def _last_span(text: str) -> str:
-    """Return the last expression, with its unit, of the last sentence that has one; "" if it hedges or repeats the problem."""
+    """Return the last expression and unit in the last sentence with one; "" if this sentence hedges or repeats the problem."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n", text)):
         sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
         if spans := _spans(sentence):
@@ -188,7 +188,7 @@ def _total(answer: Node, wanted: Node) -> Node:
 
 
 def _is_sum(node: Node) -> bool:
-    """Return whether a node is a sum of letters other than x, y and z, or the size of a set."""
+    """Return whether a left side only names a number: a sum of letters other than x, y and z, or the size of a set."""
     if node.kind == "+":
         return all((part.kind == "symbol" and part.name not in ("x", "y", "z")) or _is_sum(part) for part in node.parts)
     return node.kind == "call" and node.name == "abs" and node.parts[0].name.isupper()
@@ -402,7 +402,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 @lru_cache(maxsize=4096)
 def reference_text(text: str) -> str:
-    """Return the answer in a reference. Raises `BadReference` if it is not one that answers can be compared with."""
+    """Return the answer in a reference. Raises `BadReference` if answers cannot be compared with it."""
     answer = final_answer(outside(thoughts(text), text))
     plain, quoted = expressions.tidy(answer), f"{text[:80]!r}"
     if not re.search(r"\w|\\[a-zA-Z{]", plain):
