@@ -69,7 +69,7 @@ class StreamUpkeep:
     async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
         """Fail the missing samples of lost groups. An actor stores all sequences of a group before its acknowledgement removes
         the group from PROMPTS. So once the intake has read all that SEQUENCES contained when the group was first missed, no
-        sequence of it can follow. `LOST_AFTER_S` adds a margin. A handed-over group is on PROMPTS again, elsewhere."""
+        sequence of it can follow. `LOST_AFTER_S` adds a margin. A group that was handed over is on PROMPTS again."""
         gone = self._tracker.gone_from_queue(prompts.first_position, prompts.last_position)
         if gone:
             still_there = {group_id_of(msg_id): at for msg_id, at in (await self._bus.pending_prompts()).items()}

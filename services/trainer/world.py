@@ -26,7 +26,7 @@ from pipelinerl.service.settings import RankSettings
 
 TRAIN, USE, SCORE, SAVE, HEARTBEAT, END = "train", "use", "score", "save", "beat", "end"
 WEIGHTS, ADAPTER, VALUE_HEAD = "weights", "adapter", "value head"
-"""Kinds of rank 0's orders. With `WEIGHTS`, `ADAPTER` or `VALUE_HEAD`, it orders all ranks to gather these parameters."""
+"""Kinds of rank 0's orders. The orders `WEIGHTS`, `ADAPTER` and `VALUE_HEAD` make all ranks gather these parameters."""
 BATCHES = "batches"
 """Kind of the messages with a step's batches."""
 
@@ -159,7 +159,7 @@ class World:
 
 
 def join_ranks(device: torch.device, same: Mapping[str, str] | None = None) -> None:
-    """Join all ranks' process group, given torchrun's environment. Raises `ServiceError` if `same` differs among ranks."""
+    """Join the process group of all ranks. `same`: values that must be equal on all ranks; otherwise raises `ServiceError`."""
     ranks, place = RankSettings(), dict[str, Any]()
     if ranks.rank_folder is not None:
         store = dist.FileStore(str(ranks.rank_folder / "ranks"), ranks.world_size)

@@ -78,7 +78,7 @@ class Policy:
         """Number of tokens in the latest turn."""
 
     def sample(self, messages: Messages, tools: Iterable[Mapping[str, Any]] = ()) -> Turn:
-        """Return the next turn, and append it to `messages`. Raises `PolicyFault` and `EpisodeFailed`."""
+        """Return the next turn, and append it to `messages`. Raises `PolicyFault` or `EpisodeFailed` if none arrives."""
         request: dict[str, Any] = {"model": "policy", "messages": messages}
         if listed := list(tools):
             request["tools"] = listed

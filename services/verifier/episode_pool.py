@@ -171,7 +171,7 @@ class EpisodePool:
     async def _result(
         self, request: EpisodeRequest, reader: asyncio.StreamReader, ended: asyncio.Future[int | None]
     ) -> VerifyResult | VerifyItem:
-        """Wait for the result. Raises `TimeoutError`, `EpisodeLost` (the template failed) or `WorkerGone` (the episode failed)."""
+        """Wait for the result. Raises `TimeoutError`, `EpisodeLost` (template failed) or `WorkerGone` (episode failed)."""
         task, judge = self._tasks[request.task].task, self._tasks[request.task].reward.judge
         works = task.source in ("environment", "tools")  # agents and the package `verifiers` do not report it
         began_s = time.monotonic()

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 NO_WORKER = "no reward worker is up"
 MOST_DEATHS = 2
 DIED = "the process of reward"
-"""Beginning of the message of an item on which `MOST_DEATHS` workers died."""
+"""Beginning of the message that an item gets if `MOST_DEATHS` workers died while scoring it."""
 START_TIMEOUT_S = 120.0
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PIPELINERL_PRIVATE_DIR")
 _LOGGED_BYTES = 4096

@@ -57,8 +57,8 @@ def _add_reward_span(parent: Span, result: verifier_pb2.VerifyResult) -> None:
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
-    """Serves the tasks of one recipe: `RunEpisode` those with episodes, `Verify` those without. The result for a task that is
-    not in the recipe, or that belongs to the other call, is UNKNOWN_TASK."""
+    """Serves the tasks of one recipe: `RunEpisode` serves tasks with episodes, `Verify` all others. The result for a task that
+    is not in the recipe, or that belongs to the other call, is UNKNOWN_TASK."""
 
     def __init__(
         self, recipe: Recipe, metrics: VerifierMetrics, *, pool: RewardPool | None, episodes: EpisodePool | None

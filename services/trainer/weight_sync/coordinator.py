@@ -6,7 +6,7 @@ passed deadlines are the next events. The trainer's own end of the group answers
 The machine keeps these invariants:
 
 - A version is committed only after all remaining members have staged it in this epoch, with the sender's checksum.
-- No actor joins a running epoch. If a member is lost, the current or the next version begins an epoch with a higher number.
+- No actor joins a running epoch. If a member is lost, the current or the next version is sent in an epoch with a higher number.
 - One version is in transfer at a time, until all remaining members serve it.
 - An actor that came late or failed joins other members only after it has served a version on a side group (`MemberReady`),
   unless no other actor is left.
@@ -191,13 +191,13 @@ class Coordinator:
         failed longest ago is tried alone at its next heartbeat."""
         self._group_stands = False
         self.answered: dict[str, int] = {}
-        """Members (and `TRAINER`) that have answered in this phase, with the checksum of their `Staged`; 0 for other answers."""
+        """Members (and `TRAINER`) that have answered in this phase, with the checksum of a `Staged`; 0 for other answers."""
         self._left: set[str] = set()
         """Processes that left while their ranks were in the group. If the group then fails, no remaining member is blamed."""
         self._restarts = 0
         """Number of failed attempts to send this version to the same members, if no member was to blame."""
         self._breaks = False
-        """True after a group of several members was dissolved because it broke repeatedly. Broken groups are then not retried."""
+        """True after a group of several members was dissolved because it broke repeatedly. Broken groups then get no retry."""
         self._held_above: int | None = None
 
     @property

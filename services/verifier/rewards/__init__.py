@@ -1,1 +1,1 @@
-"""Rewards: functions of one completion and its reference. Other modules of `services.verifier` run them in processes."""
+"""Rewards: functions of one completion and its reference. They run in the worker and episode processes of the verifier."""

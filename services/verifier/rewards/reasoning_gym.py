@@ -93,7 +93,7 @@ def _is_of_a_formula(node: ast.AST) -> bool:
 
 
 def reasoning_gym_scorer(family: str) -> Scorer:
-    """Return a scorer that scores by the family that the reference names. Raises `FieldError` if `family` is unknown."""
+    """Return a scorer that uses the scorer of the family in the reference. Raises `FieldError` if `family` is unknown."""
     check_family(family)
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.factory import DATASETS
