@@ -171,7 +171,7 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Wait for the actors. At a timeout, wait again if `linger` is set or an actor is starting; else raise `ServiceError`."""
+        """Wait for the actors. After a timeout, wait again if `linger` is set or one is starting; else raise `ServiceError`."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:

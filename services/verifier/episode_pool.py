@@ -173,7 +173,7 @@ class EpisodePool:
     ) -> VerifyResult | VerifyItem:
         """Wait for the result. Raises `TimeoutError`, `EpisodeLost` (template failed) or `WorkerGone` (episode failed)."""
         task, judge = self._tasks[request.task].task, self._tasks[request.task].reward.judge
-        works = task.source in ("environment", "tools")  # agents and the package `verifiers` do not report it
+        works = task.source in ("environment", "tools")  # agents and the package `verifiers` never send `WAITS`
         began_s = time.monotonic()
         while True:
             left_s = began_s + task.episode_timeout_s - time.monotonic()

@@ -54,7 +54,7 @@ class Judge(AbstractAsyncContextManager["Judge"]):
         assert reward.judge is not None
         self._config, self._key, self._calls = reward.judge, key, metrics.judge_calls
         self._skips_cut = reward.truncated == "zero"
-        self._answers: dict[bytes, asyncio.Task[verifier_pb2.VerifyResult]] = {}  # the one asked for last is at the end
+        self._answers: dict[bytes, asyncio.Task[verifier_pb2.VerifyResult]] = {}  # least recently used first
         self._places = asyncio.Semaphore(reward.judge.concurrency)
         self._next_at_s = 0.0
         self.num_waiting = 0

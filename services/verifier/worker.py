@@ -73,7 +73,7 @@ def _serve(
             os._exit(0)  # in a child that the reward forked
         is_clean = confinement.clear_leftover_children() and result.status != verifier_pb2.VERIFY_STATUS_OUT_OF_MEMORY
         results.send_bytes(result.SerializeToString())
-        half_is_gone = confinement.address_space() - own > reserve // 2  # kept by rewards, and missing for later ones
+        half_is_gone = confinement.address_space() - own > reserve // 2  # memory that rewards kept is not left for later ones
         if not is_clean or half_is_gone:
             return RETIRED
 

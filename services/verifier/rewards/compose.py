@@ -82,7 +82,7 @@ class ComposedReward:
         if score.parts and not self._binary:
             terms = {f"answer.{name}": self._config.correct * part for name, part in score.parts.items()}
         elif math.isnan(score.value):
-            raise BadReward("the scorer returned nan")
+            raise BadReward("the scorer returned nan; it must return a number")
         else:
             value = float(score.value >= 1.0 - _ALMOST) if self._binary else score.value
             terms = {"answer": self._config.correct * value}
