@@ -121,7 +121,7 @@ async def test_in_progress_extends_the_deadline(connect: Connect) -> None:
 
 async def test_given_back_is_redelivered_at_once_and_beyond_max_deliveries(connect: Connect) -> None:
     """The bus counts; giving up is the actor's decision, so that no group stays behind unseen."""
-    async with run_streams(connect, replace(LIMITS, max_deliveries=2)) as bus:
+    async with run_streams(connect, replace(LIMITS, max_deliveries=2, ack_wait_s=600.0)) as bus:
         await bus.publish_prompt(b"kept", "g0")
         await bus.publish_prompt(b"group", "g1")
         assert (await take(bus)).payload == b"kept"
@@ -132,7 +132,7 @@ async def test_given_back_is_redelivered_at_once_and_beyond_max_deliveries(conne
 
 
 async def test_a_cancelled_wait_loses_no_prompt_even_if_it_arrives_after(connect: Connect) -> None:
-    async with run_streams(connect) as bus, connect() as stayer:
+    async with run_streams(connect, replace(LIMITS, ack_wait_s=600.0)) as bus, connect() as stayer:
         async with connect() as leaver:
             for client in (leaver, stayer):
                 waiting = asyncio.create_task(client.next_prompt(60.0))
