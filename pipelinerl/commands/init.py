@@ -81,7 +81,10 @@ TEMPLATES = Path(pipelinerl.__file__).parent / "templates"
 _NAME = "my-task"
 """Placeholder in the templates for the recipe's name and the folder. It is also the fallback for the recipe's name."""
 _QUESTIONS = ("question", "prompt", "problem", "query", "instruction", "input", "messages")
-_ANSWERS = ("answer", "reference", "solution", "output", "response", "target", "label")
+_ANSWERS = (
+    "answer", "final_answer", "expected_answer", "ground_truth", "reward_model.ground_truth", "reference", "solution", "output",
+    "response", "target", "label",
+)  # fmt: skip
 _MOST_HELDOUT = 64
 _FINAL = (r"####\s*(.+)", r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 """Patterns of the final answer in a worked solution, as in GSM8K and in MATH. In a box, braces may be nested twice."""

@@ -111,6 +111,10 @@ def test_known_forms_of_data_sets_become_prompts_and_final_answers(pipelinerl: C
         assert problem.reference["answer"] == wanted
         found = [f"{one.gravity} {one.id}" for one in quick_findings(recipe, Examination(sources={"": source}))]
         assert ("warning max-tokens-small" in found) == (name == "alpaca")
+    verl = [{"prompt": [{"role": "user", "content": f"{n}?"}], "reward_model": {"ground_truth": str(n)}} for n in range(5)]
+    (workplace / "verl.jsonl").write_text("\n".join(map(json.dumps, verl)))
+    assert pipelinerl("init", "verl", "--data", "verl.jsonl")[0] == 0
+    assert load_recipe("verl/recipe.yaml").task.answer_field == "reward_model.ground_truth"
     pipelinerl("init", "bare", "--data", "alpaca.jsonl", "--question", "instruction")
     assert "prompt_template" not in Path("bare/recipe.yaml").read_text(), "a column that is given is the whole prompt"
 
