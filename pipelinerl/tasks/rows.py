@@ -206,7 +206,8 @@ def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Val
             raise UserError(f"{path}: not a JSON array: {error}") from error
         yield from _jsonl_rows(path, io.BytesIO(content))
         return
-    if isinstance(rows, dict) and b"\n" not in content.strip():  # JSONL with one row
+    is_table = isinstance(rows, dict) and all(isinstance(value, list) for value in rows.values())  # such as {"train": [...]}
+    if isinstance(rows, dict) and not is_table and b"\n" not in content.strip():  # JSONL with one row
         rows = [rows]
     elif not is_array:
         found = f"one object with {', '.join(rows)}"[:200] if isinstance(rows, dict) else "a single value"

@@ -148,7 +148,7 @@ def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplac
         "header.csv": "question,answer\n",
         "same.csv": "question,answer\na,1\na,1\n",
         "bool.jsonl": '{"question": 1, "answer": true}\n' * 2,
-        "whole.json": json.dumps({"data": [{"question": 1, "answer": 2}]}, indent=1),
+        "whole.json": json.dumps({"data": [{"question": 1, "answer": 2}]}),
         "utf16.csv": "\0".join("question, answer, and more\n") + "\0\na\n",
         "cr.csv": "question,answer\ra,1\rb,2\r",
     }.items():
