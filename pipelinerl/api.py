@@ -92,7 +92,9 @@ def start(
     checked = loading.recipe_from_data(data, "recipe" if given is None else str(given))
     if scorer and all(one.reward.scorer != scorer for one in checked.mixture.values()):
         raise FieldError(
-            "reward", scorer, "no task uses it: each has its own reward.scorer or environment; leave it out, or remove those"
+            "reward",
+            scorer,
+            "no task uses it: each has its own reward.scorer or environment; leave it out, or remove a task's reward.scorer",
         )
     for modules in (loading.modules_beside(checked, given) if given is not None else None, shipped):
         if modules is not None:
@@ -121,7 +123,7 @@ def _folder(field: str, given: Folder) -> Path:
 
 def _scorer(reward: Reward, shipped: Path) -> str:
     """Return the value of `reward.scorer`. Copy the user's modules that the verifier may lack to the folder `shipped`. Raises
-    `FieldError`."""
+    `FieldError` if a file is missing or a function cannot be written as source."""
     if isinstance(reward, str):
         file, _, name = reward.rpartition(":")
         if not file.endswith(".py"):
@@ -204,7 +206,7 @@ class Run:
         return (self._process is not None and self._process.poll() is None) or bool(living_names(self._dir))
 
     def scale(self, actors: int) -> None:
-        """Change the number of actors, and wait until all serve. Raises `ServiceError`."""
+        """Change the number of actors, and wait until all serve. Raises `ServiceError` if that fails."""
         command = [sys.executable, "-m", "pipelinerl.cli", "scale", "actors", str(actors), "--run-dir", str(self._dir.path)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -294,14 +296,18 @@ def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
         kind = "a lambda" if isinstance(inner, FunctionType) else f"of type {type(function).__name__}"
         raise _refused(name, f"is {kind}; define a function with def")
     if free := inner.__code__.co_freevars:
-        raise _refused(name, f"uses {', '.join(free)} of an enclosing function; pass it as a default value, or make it global")
+        raise _refused(
+            name,
+            f"uses {', '.join(free)}, defined in an enclosing function; make it a global variable, or a parameter with a "
+            "default value",
+        )
     try:
         source = textwrap.dedent(inspect.getsource(function))
         definition = ast.parse(source).body[0]
     except (OSError, TypeError, SyntaxError) as error:
         raise _refused(name, f"has no source ({error}); define it in a file or in a notebook") from error
     if inner is not function and not getattr(definition, "decorator_list", []):
-        raise _refused(name, "was wrapped after its definition; write the wrapper above its def, as a decorator")
+        raise _refused(name, "was wrapped after its definition; apply the wrapper as a decorator, above its def")
     parts[name] = ""  # marks the function as visited, because functions may call each other
     for used in _globals_of(function.__name__, source):
         if used not in parts:
@@ -325,7 +331,7 @@ def _globals_of(name: str, source: str) -> list[str]:
     found = [(symbol, table is top) for table in tables for symbol in table.get_symbols()]
     for symbol, _ in found:
         if symbol.is_declared_global() and (symbol.is_assigned() or symbol.is_imported()):
-            raise _refused(name, f"changes the global {symbol.get_name()}, but each verifier process has a copy; use a file")
+            raise _refused(name, f"changes the global {symbol.get_name()}, which verifier processes do not share; use a file")
     return [symbol.get_name() for symbol, is_top in found if (symbol.is_referenced() if is_top else symbol.is_global())]
 
 
@@ -333,7 +339,7 @@ def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, s
     """Add the global `name`, which `function` uses, to `parts`: an import, a function of the same module, or a constant."""
     if name not in function.__globals__:
         if not hasattr(builtins, name) and name != "__name__":
-            raise _refused(user, f"uses {name}, which is not defined")
+            raise _refused(user, f"uses {name}, which is not defined; define or import it")
         return
     value = function.__globals__[name]
     if isinstance(value, ModuleType):
@@ -354,7 +360,7 @@ def _ship_value(user: str, name: str, function: FunctionType, parts: dict[str, s
             raise _refused(user, f"uses {name}, {kind}, which cannot be written as source; {fix}") from error
         if len(text) > _MOST_CHARACTERS:
             fix = f"more than {_MOST_CHARACTERS:,}; write it to a file that the function reads"
-            raise _refused(user, f"uses {name}, whose value has {len(text):,} characters as source, {fix}")
+            raise _refused(user, f"uses {name}; written as source, its value has {len(text):,} characters, {fix}")
         parts[name] = f"{name} = {text}\n"
 
 
@@ -372,7 +378,7 @@ def _imported_from(value: Any) -> str:
 
 
 def _as_source(value: Any) -> str:
-    """Return an expression for None, a number, str, bytes, or a list, tuple, set or dict of these. Raises `TypeError`."""
+    """Return an expression for None, a number, str, bytes, or a list, tuple, set or dict of these; else raise `TypeError`."""
     kind = type(value)
     if kind is dict:
         return f"{{{', '.join(f'{_as_source(key)}: {_as_source(item)}' for key, item in value.items())}}}"

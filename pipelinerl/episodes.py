@@ -90,7 +90,7 @@ class Environment(Protocol):
 
 
 def imported(field: str, path: str) -> Callable[..., Any]:
-    """Import a user's `pkg.module:name`. Raises `FieldError` on `field`, or `Lacking` if a package is not installed."""
+    """Import a user's `pkg.module:name`. Raises `FieldError` on `field` if that fails, `Lacking` if a package is missing."""
     module, _, name = path.partition(":")
     try:
         found = importlib.import_module(module)
@@ -112,7 +112,7 @@ def imported(field: str, path: str) -> Callable[..., Any]:
 
 def check_code(field: str, path: str, config: str) -> None:
     """Import a user's function or class, and check it if `field` is task.tools (a tool) or task.name (an environment).
-    `config`: `task.config` as JSON. Raises `UserError`."""
+    `config`: `task.config` as JSON. Raises `UserError` if it cannot be used."""
     found = imported(field, path)
     if field == "task.tools":
         tool_of(found)
@@ -206,7 +206,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 
 
 def offered_tools(environment: object) -> list[Mapping[str, Any]]:
-    """Return the schemas of `environment.tools`, which the environment may change between turns. Raises `UserError`."""
+    """Return the schemas of `environment.tools`, which may change between turns. Raises `UserError` if they are invalid."""
     tools = getattr(environment, "tools", None) or ()
     if not isinstance(tools, list | tuple) or not all(isinstance(each, Mapping) or callable(each) for each in tools):
         raise UserError(f"the environment's attribute tools is {tools!r:.200}; it must be a list of functions or schemas")

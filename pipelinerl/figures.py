@@ -38,7 +38,8 @@ class Figure:
     """True if the metric keeps its value at a step without the figure, instead of having none."""
     on_page: bool = False
     event: type | None = None
-    """For a figure about events between two steps: type of its value; `event()` is the value without events. Else None."""
+    """For a figure about events since the previous step, such as evaluations: the type of its value. Called without arguments,
+    this type returns the value that stands for no events: 0.0, [] or None. For every other figure, `event` is None."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json with their reductions. `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
@@ -208,7 +209,7 @@ def plain(text: str) -> str:
 
 
 RUN_FIGURES = {key: (reduction, figure) for figure in FIGURES for key, reduction in figure.summary.items()}
-"""Rule and figure of each key of summary.json that is derived from figures."""
+"""For each key of summary.json that combines a figure of all steps: the `Reduction` and the figure."""
 
 Reduced = dict[str, list[float]]
 """Combined value and sum of the weights, by key in summary.json."""

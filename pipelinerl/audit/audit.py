@@ -79,7 +79,7 @@ def _read_checkpoint(resume: Path) -> Checkpoint:
 
 
 def _differences(checkpoint: Checkpoint, replay: Replay) -> Iterator[str]:
-    """Yield each difference between a checkpoint and `replay`, which has reached the journal length of that checkpoint."""
+    """Yield each difference between a checkpoint and `replay`, which has replayed the journal up to `journal_bytes`."""
     ledger = checkpoint.ledger
     told = {"version": checkpoint.version, "groups issued": checkpoint.next_group, **ledger.counts}
     derived = {"version": replay.version, "groups issued": replay.next_group, **replay.counts}
@@ -102,7 +102,7 @@ def _some(ids: set[str] | frozenset[str]) -> str:
 
 @dataclass
 class StreamLook:
-    """Contents of the streams. `info`: state of SEQUENCES. `durable`: a restart reads SEQUENCES only after this position."""
+    """Contents of the streams. `info`: state of SEQUENCES. `durable`: a restart skips SEQUENCES up to this position."""
 
     info: StreamInfo
     durable: int

@@ -85,5 +85,5 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def reserved_groups(path: Path) -> int:
-    """Return the largest number of groups that a trainer reserved, or 0. Groups numbered below it may be on the streams."""
+    """Return how many group numbers are reserved, counted from 0. Groups with these numbers may be on the streams."""
     return max((event["groups"] for _, event in read_events(path) if event["event"] == "reserve"), default=0)

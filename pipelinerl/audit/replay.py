@@ -118,7 +118,7 @@ class Replay:
             self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
 
     def reserve(self, event: Event) -> None:
-        """Record a reservation of group numbers, even an undone one: its groups may be on the streams. Ignore other events."""
+        """Record a reservation, even if a restart undid it, since its groups may be on the streams. Ignore other events."""
         if event.get("event") == "reserve" and isinstance(groups := event.get("groups"), int):
             self.reserved = max(self.reserved, groups)
 
@@ -234,7 +234,7 @@ class History:
     """The journal's last event if its kind is `end`; otherwise None."""
 
     def undone_by(self, offset: int) -> Start | None:
-        """Return the start that undid the byte at `offset`, if any."""
+        """Return the start that undid the event at byte `offset`, or None."""
         return next((start for start in self.starts if start.keep <= offset < start.offset), None)
 
     def counts(self, num_bytes: int) -> bool:
@@ -280,8 +280,8 @@ def read_history(path: Path, findings: Findings) -> History:
 
 
 def events(path: Path, history: History, findings: Findings) -> Iterator[tuple[int, Event, Start | None]]:
-    """From the first start on, yield each event's offset, the event, and the start that undid it, or None. A line before the
-    first start is a finding. A later line without an event is a finding if no start undid it."""
+    """From the trainer's first start on, yield each event's offset, the event, and the start that undid it, or None. A line
+    before that start is a finding. A later line without an event is a finding if no start undid it."""
     first = history.starts[0].offset if history.starts else history.size
     for offset, line in read_lines(path):
         if offset >= history.size:

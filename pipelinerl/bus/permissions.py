@@ -19,7 +19,7 @@ from pipelinerl.errors import FieldError
 
 TRAINER, ACTOR, ADMIN = "trainer", "actor", "admin"
 """NATS users: one for the trainer, one for all actors, and one for people, who get full access. If several runs share a server,
-each run has its own trainer's and actors' users, whose names begin with the run's name, as in `lr-1-trainer`."""
+each run has users of its own for trainer and actors, whose names begin with the run's name, as in `lr-1-trainer`."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _API = "$JS.API"
 

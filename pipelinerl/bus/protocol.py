@@ -28,7 +28,7 @@ class StreamLimits:
     duplicate_window_s: float = 600.0
     ack_wait_s: float = 30.0
     max_deliveries: int = 5
-    """Maximum number of deliveries of a group. An actor that receives the group again publishes its samples as failed."""
+    """Maximum number of deliveries of a group. An actor that receives it once more publishes its samples as failed."""
     member_ttl_s: float = 10.0
     replicas: int = 1
 

@@ -108,7 +108,7 @@ def _hold(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Replace this process with vLLM's server, or print the server's command. Raises `UserError`."""
+    """Replace this process with vLLM's server, or print its command. Raises `UserError` without a checkpoint or vLLM."""
     command = serve_command(checkpoint_of(args.subject, args.version), args.passed_on)
     if args.print:
         print(shlex.join(command))

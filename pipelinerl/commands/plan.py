@@ -91,7 +91,7 @@ def lengths_of(text: str, max_tokens: int) -> tuple[Lengths, str]:
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
     """Return the lengths of all completions in the second half of a run, dropped ones too, and their source. metrics.jsonl
     counts completions by power-of-two bucket. Within a bucket, lengths are distributed as in samples.jsonl, or evenly if
-    that file has none in the bucket. Raises `FieldError`."""
+    that file has none in the bucket. Raises `FieldError` if the folder has no such records."""
     if not run_dir.is_dir():
         fix = "is neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, separated by commas) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)
@@ -107,9 +107,9 @@ def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
             if sample.get("spans") and not sample.get("heldout"):
                 seen.setdefault(length_bucket(sample["spans"][-1][2]), []).append(sample["spans"][-1][2])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise FieldError("--lengths", str(run_dir), f"has invalid records ({error}); give bars (FROM-TO:WEIGHT)") from None
+        raise FieldError("--lengths", str(run_dir), f"has invalid records ({error}); use FROM-TO:WEIGHT instead") from None
     if not any(counts.values()):
-        raise FieldError("--lengths", str(run_dir), "has no ended_by_length in metrics.jsonl; give bars (FROM-TO:WEIGHT)")
+        raise FieldError("--lengths", str(run_dir), "has no ended_by_length in metrics.jsonl; use FROM-TO:WEIGHT instead")
     bars: list[tuple[int, int, float]] = []
     for bucket, count in counts.items():
         first = 1 if bucket == length_bucket(1) else bucket // 2 + 1
@@ -134,7 +134,8 @@ class MeasuredSpeeds(BaseModel, allow_inf_nan=False):
 
 
 def machine_of(name: str, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
-    """Return a known accelerator, or one with the speeds in the JSON file `name`. Raises `FieldError`, `RecipeError`."""
+    """Return a known accelerator, or one with the speeds in the JSON file `name`. If `name` is neither, raise `FieldError`; if
+    the file has wrong speeds, raise `RecipeError`."""
     if accelerator := {key.upper(): one for key, one in ACCELERATORS.items()}.get(name.upper()):
         return estimated(accelerator, model, recipe, lengths)
     path = Path(name)

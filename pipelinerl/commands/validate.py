@@ -223,7 +223,7 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
 
 
 def _memory(recipe: Recipe, args: argparse.Namespace) -> tuple[list[tuple[str, str]], list[FieldError]]:
-    """Return the results of `memory_of`, which are empty without `--gpu-memory`. Raises `FieldError`."""
+    """Return the results of `memory_of`, which are empty without `--gpu-memory`. Raises `FieldError` for wrong options."""
     if args.gpu_memory is not None:
         return memory_of(recipe, model_of(recipe, args.parameters), gib_of(args.gpu_memory))
     if args.parameters is not None:
@@ -246,7 +246,7 @@ def memory_of(recipe: Recipe, model: Model, memory_gib: float) -> tuple[list[tup
 
 
 _SHOWN = ("step", "prompt", "completion", "reference", "answer", "reason", "reward", "tokens")
-"""Keys of a sample that are shown."""
+"""Keys of a sample that `pipelinerl doctor` shows."""
 
 
 def doctor(args: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ A family of rules is a generator function. It examines a view, that is, a proble
 yields rows. A row has a rule's id, a gravity (`note`, or true for grave, or false for a warning), evidence, field and fix, and
 perhaps sample and meaning. The evidence is false or empty if the rule finds nothing. The family's docstring lists its rules,
 causes before effects, with page, meaning and threshold. A new rule needs an entry there.
-Wrong accusations are worse than silence, so thresholds leave room, and rules wait for enough steps.
+A wrong finding is worse than a missing one, so thresholds have a margin, and rules wait for enough steps.
 """
 
 from __future__ import annotations

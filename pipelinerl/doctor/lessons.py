@@ -15,7 +15,7 @@ from pipelinerl.tasks.final_answer import bare_answer, final_answer, occurs
 _NO_ANSWERS = ("json_schema", "regex", "judge", "code")
 """Scorers whose reference is not a right answer."""
 _DEAD, _FEW = 0.95, 0.75
-"""Shares of groups with equal rewards. At `_DEAD`, hardly a group gives a signal; at `_FEW`, only a quarter of them do."""
+"""Shares of groups with equal rewards. At `_DEAD`, hardly any group gives a signal; at `_FEW`, only a quarter of groups do."""
 
 
 def _last(samples: Sequence[Record], kind: Callable[[Record], bool] = bool) -> Record | None:
@@ -116,9 +116,11 @@ def answers(run: RunRecords) -> Rows:
     answers-misread (recipes.md#rewards): The reward takes another part of the completion as its answer: 20 % of at least 8
         samples end with the reference, but the answer that was found earns nothing.
     right-unrewarded (recipes.md#rewards): Answers that equal the reference, apart from a unit, earn no more than others: 80 %
-        of at least 4 earn nothing in a run that has not learned, or at least 10 earn no more than at least 10 others.
-    references-unrelated (recipes.md#tasks): Answers equal their own reference no more often than another problem's: within 2
-        standard errors, in at least 24 samples of a run that has not learned; grave with 5 different references.
+        of at least 4 such answers earn nothing in a run that has not learned, or at least 10 such answers earn about as much
+        as at least 10 others on average.
+    references-unrelated (recipes.md#tasks): Answers equal their own reference no more often than another problem's: in at least
+        24 samples of a run that has not learned, equal ones are less than 2 standard errors more frequent than they would be
+        with shuffled references; grave if the samples have at least 5 different references.
     """
     samples, reward, stop = run.trained_samples, run.first_task.reward, run.recipe.sampling.stop
     absent, missed = run.mean("answers_absent"), run.mean("answers_missed")

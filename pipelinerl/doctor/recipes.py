@@ -65,7 +65,7 @@ class SetView(Settings):
     """A problem set of an examined recipe, with the facts that rules need."""
 
     def __init__(self, recipe: Recipe, examined: Examination, place: str, held: Sequence[Problem], trained: set[str]) -> None:
-        """`held`: the set's held-out problems from files. `trained`: plain texts of held-out problems that are trained on."""
+        """`held`: the set's held-out problems from files. `trained`: held-out texts (see `_plain`) that are also trained on."""
         self.place, self.share, model, count = place, recipe.sets_by_place[place], recipe.model, None
         parameters = 0
         with suppress(UserError, OSError):  # a mistake in the model's folder, which `examine` reports
@@ -176,20 +176,26 @@ def problems(view: SetView) -> Rows:
 
     prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context, or
         the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
-    columns-mixed (recipes.md#tasks): A wrong column is read: in 90 % of the rows, and at least 8. Grave if prompts equal the
-        answer, have it after the text that the reward looks for, or are file names, addresses, hashes or (in 20 rows)
-        consecutive numbers; with a system prompt or an instruction, such names and numbers are a warning. A warning if prompts
-        begin or end with the answer, if 20 answers are consecutive numbers but prompts are not, or if 20 answers are letters
-        but prompts offer no choices. A note if a number inside prompts is the answer.
+    columns-mixed (recipes.md#tasks): A wrong column is read: one of these cases applies to 90 % of the rows, and to at least 8.
+        Grave: the prompt is the answer.
+        Grave: the prompt contains the answer after the text that the reward looks for.
+        Grave, or a warning if the recipe has a system prompt or an instruction: the prompt is a file name, an address or a
+        hash, or the prompts of at least 20 rows are consecutive numbers.
+        Warning: the prompt begins or ends with the answer.
+        Warning: the answers of at least 20 rows are consecutive numbers, but the prompts are not.
+        Warning: the answers of at least 20 rows are single letters, but the prompts offer no choices.
+        Note: the answer is a number that occurs in the prompt.
     references-shifted (recipes.md#tasks): Answers belong to the question before or after: in at least 50 rows, prompts share
-        more words with a neighbour's answer than with their own, by a tenth of an answer's words and by 5 standard errors.
-        Turns of the assistant do not count. The rule is silent if prompts are numbered, or if over half of this excess is
-        also found with the answer two rows away, as in windows of a time series.
-    one-answer (recipes.md#tasks): Problems have the same answer: at least 20 references, and 95 % of all, are equal; grave if
-        all are, a note from 80 %.
-    references-unmatched (recipes.md#rewards): References do not look like answers of completions: half have 8 or more words, 5
-        % are nan, none or null, or 5 % are LaTeX or numbers with a unit, separators or markup, although texts are compared. Or
-        5 % (grave: half) earn nothing in trials that write them as reward.answer_pattern expects. The first 200 are examined.
+        more words with the answer of the previous (or of the next) row than with their own answer. On average, the excess is
+        over a tenth of an answer's words, and over 5 standard errors. Turns of the assistant are left out of prompts. There is
+        no finding if prompts are numbered, or if the answer two rows away gives more than half of this excess, as in windows
+        of a time series.
+    one-answer (recipes.md#tasks): Problems have the same answer: at least 20 references are equal; grave if all are, a warning
+        from 95 %, a note from 80 %.
+    references-unmatched (recipes.md#rewards): References do not look like answers of completions: one of these cases applies to
+        the first 200 references. Half of them have 8 or more words. Or 5 % are nan, none or null. Or 5 % are LaTeX, or numbers
+        with a unit, separators or markup, while the scorer compares texts. Or 5 % (grave: half) earn nothing, although trial
+        calls write them as reward.answer_pattern expects.
     heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of them in a set, compared without
         case, punctuation and spaces.
     """
@@ -371,24 +377,29 @@ def rewards(view: SetView) -> Rows:
     r"""Examine rewards, and the form and length of answers.
 
     terms-outweigh (recipes.md#rewards): Another term outweighs the answer: format_weight is below 0 or reaches reward.correct;
-        overlong.penalty exceeds 2 · reward.correct; overlong.buffer_tokens exceeds max_tokens / 2; or an empty text has the
-        format.
-    wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: in trial calls, an empty one earns half of
-        reward.correct (grave, unless your own function scores), or your own function pays at least 4 wrong answers about as
-        well as right ones, or pays as much for at least 4 longer numbers that contain the right one.
+        overlong.penalty exceeds 2 · reward.correct; overlong.buffer_tokens exceeds max_tokens / 2; or format_pattern
+        matches an empty text.
+    wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: in trial calls, an empty completion earns half
+        of reward.correct (grave, unless your own function scores). Or your own function scores, and at least 4 wrong answers
+        earn about as much as right ones on average, or each of at least 4 wrong numbers that contain the right number, such as
+        1427 for 42, earns as much as the right number.
     reward-slow (recipes.md#rewards): Rewards take long: the median trial call takes a quarter of timeout_s; a note.
-    form-unsaid (recipes.md#rewards): Prompts do not ask for the form that the reward reads: they lack or forbid \boxed, JSON,
-        or the beginning of reward.answer_pattern or format_pattern; they ask for steps, but answer_pattern begins with ^; they
-        ask for a box or steps, but the scorer compares texts and no pattern reads a box; or the chat template already writes
-        the <think> of format_pattern. Grave if a small model of this package never writes what the pattern reads.
+    form-unsaid (recipes.md#rewards): Prompts do not ask for the form that the reward reads: one of these cases applies.
+        Prompts forbid, or do not mention, what the reward looks for: \boxed, JSON, or the text with which
+        reward.answer_pattern or reward.format_pattern begins.
+        Prompts ask for steps, but answer_pattern begins with ^.
+        The scorer compares texts, and prompts ask for a box that answer_pattern does not read.
+        The scorer compares texts without an answer_pattern, and prompts ask for a box or for steps.
+        The chat template writes the <think> that format_pattern expects in the completion.
+        Grave: a small model of this package never writes what answer_pattern reads.
     groups-small (learning.md#from-rewards-to-advantages): Few groups have different rewards: sampling.group_size is 2 and
         rewards are 0 or 1; a note. If answers are right with probability p, rewards differ in 2 p (1 - p) of the groups.
     max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references, written in
-        the expected form, or a packaged model's usual output, are longer (grave; a warning if your own function scores); or
-        max_tokens is under 128 and prompts ask for reasoning, or under 1,024 and the model thinks first.
-    stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it is in 5 % of the references (grave
-        from half), in reward.answer_pattern (grave), or in the instructions before the answer; or it is blank or one character,
-        and prompts ask for steps.
+        the expected form, or a packaged model's usual output, are longer (grave; a warning if your own function scores). Or
+        max_tokens is under 128 although prompts ask for reasoning, or under 1,024 although the model thinks first.
+    stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it occurs in 5 % of the references
+        (grave from half), in reward.answer_pattern (grave), or in what the prompt tells the policy to write before the answer.
+        Or it is blank or a single character, and prompts ask for steps.
     judge-misled (recipes.md#another-model-as-judge): The judge cannot mark well: its template has neither {prompt} nor
         {reference}, does not ask for the form that judge.pattern reads, or names a highest mark other than full_marks; or
         judge.pattern reads only some digits of full_marks.

@@ -23,7 +23,7 @@ Reasons = Mapping[str, Mapping[str, int]]
 _SAMPLES_READ = 200
 _WIDEST, _NARROWEST = 20, 3
 YOUNG_S = 600.0
-"""A run without a summary that began less than this many seconds ago may be in progress, perhaps on another machine."""
+"""If a run without a summary began less than this many seconds ago, it may be in progress, perhaps on another machine."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RunRecords:
 
     @property
     def window(self) -> int:
-        """Number of steps that `early` and `late` average: a quarter of the trained steps, but from 3 to 20."""
+        """Number of steps that `early` and `late` average: a quarter of the trained steps, but at least 3 and at most 20."""
         return max(_NARROWEST, min(_WIDEST, len(self.trained) // 4))
 
     @property

@@ -56,13 +56,13 @@ def losses(run: RunRecords) -> Rows:
     sequences-lost (errors.md#reasons): Sequences are lost on their way to the trainer: 5 % of the sequences; grave from 50 %.
     steps-skipped (learning.md#the-optimizer): Steps change no weight, as the loss or gradient is not finite: at least one step;
         grave if half of the last 20 were skipped.
-    dropped-stale (architecture.md#staleness): Sequences are too old when their step comes: from step 12 on, 2 % of the
-        sequences, which is twice what plans accept; at any step, 50 %, which is grave.
+    dropped-stale (architecture.md#staleness): Sequences are too old when their step comes: in a run of at least 12 steps, over
+        2 % of the sequences, which is twice what plans accept; in a shorter run, over 50 %. Grave from 50 %.
     dropped-filtered (learning.md#from-rewards-to-advantages): Groups are dropped because their rewards are equal: 90 % of the
         sequences; grave if no step was made.
     run-failed (errors.md): The run failed: its summary has an error, or it ended without an optimizer step and was not stopped
         by hand. Without an error, runs younger than 10 minutes may still be running, and are not reported.
-    steps-lost (reliability.md#the-trainer): A restart undid optimizer steps: metrics-undone.jsonl has at least one.
+    steps-lost (reliability.md#the-trainer): A restart undid optimizer steps: metrics-undone.jsonl has at least one; a note.
     disk-fills (run-directory.md): The disk will be full before the end: free space is less than one more checkpoint plus the
         expected growth of the other files.
     """
@@ -102,8 +102,8 @@ def numerics(run: RunRecords) -> Rows:
     """Examine probabilities, importance weights and gradients.
 
     engine-differs (weight-updates.md#the-parity-probe): Actors and trainer compute different probabilities of the same policy:
-        an answer failed the parity probe (grave from 3); or the median mismatch_kl is 0.001 nats, or 0.05 in 16 bits (grave
-        from ten times that). Steps with sequences of several versions do not count.
+        an answer failed the parity probe (grave: 3 answers); or the median mismatch_kl reaches 0.001 nats, in 16 bits 0.05
+        (grave: ten times that). Steps with sequences of several versions do not count.
     ess-low (learning.md#lag-and-ess): Importance weights vary so much that few tokens count: the ESS is below 0.5. If it is
         above 0.8 at the smallest lag, lag is the cause.
     tokens-cut (learning.md#masks): The loss leaves many tokens out: a mask removes half of them (grave from 95 %), or the loss
@@ -193,7 +193,7 @@ def policy(run: RunRecords) -> Rows:
 
 
 def _lacks_half(evaluation: Mapping[str, Any], asked: int) -> bool:
-    """Return whether half of an evaluation's answers are missing. `asked`: their number if each set has all its problems."""
+    """Return whether half of an evaluation's answers are missing. `asked`: number of answers of a complete evaluation."""
     missing, accuracy, bound = (number_at(evaluation, key) or 0.0 for key in ("unanswered", "accuracy", "lower_bound"))
     return missing >= asked / 2 or bool(missing and accuracy and bound <= accuracy / 2)  # bound / accuracy: the answered share
 
@@ -201,9 +201,9 @@ def _lacks_half(evaluation: Mapping[str, Any], asked: int) -> bool:
 def speed(run: RunRecords) -> Rows:
     """Examine which part of the run keeps the others waiting.
 
-    bottleneck (training.md#reading-the-figures): One part keeps the others waiting: max_lag is too small in half of the steps;
-        the mean lag exceeds both 4 and the predicted largest lag; weight updates take 20 % of the time; the trainer waits half
-        of the time; or the trainer computes 90 % of the time while actors are busy less than half of the time.
+    bottleneck (training.md#reading-the-figures): One part keeps the others waiting: max_lag_too_small is true in half of the
+        steps; the mean lag exceeds both 4 and the predicted largest lag; weight updates take 20 % of the time; the trainer
+        waits half of the time; or the trainer computes 90 % of the time while actors are busy less than half of it. A note.
     """
     actor, busy, lag, predicted = run.recipe.actor, *map(run.late, ("actor_busy_fraction", "lag.mean", "largest_lag"))
     total, *seconds = (run.late(f"step_s.{one}") for one in ("total", "wait", "compute", "send", "snapshot"))

@@ -37,8 +37,8 @@ class Settings:
 def optimizer(view: Settings) -> Rows:
     """Examine the optimizer.
 
-    learning-rate-high (learning.md#learning-rate): The learning rate destroys the model: it exceeds 5e-5, for a toy model 0.01,
-        for adapters 0.004 / scaling; grave from 20 times that.
+    learning-rate-high (learning.md#learning-rate): The learning rate destroys the model: it exceeds 5e-5; for adapters, 0.004 /
+        scaling; for other models of under 20 million parameters, 0.01. Grave from 20 times the limit.
     learning-rate-low (learning.md#learning-rate): The learning rate cannot change the policy: in 50 or more steps, rate × steps
         is under 3e-5 in 16 bits (half the spacing of bfloat16 at 0.01), or 1e-6 in float32. With adapters, these limits
         apply to the movement of B · A at a width of 4,096. Grave from a tenth of the limit.
@@ -73,7 +73,8 @@ def ranges(view: Settings) -> Rows:
     temperature (learning.md#from-rewards-to-advantages): Completions of a group are too similar or too random: the temperature
         is below 0.5 (grave: 0.1) or above 1.5 (grave: 2), or that of held-out answers is above 1.5.
     penalty-dominates (learning.md#losses): A term outweighs the reward: kl_coefficient is above 0.2 (grave: 10),
-        entropy_coefficient above 0.05 (1), value_coefficient above 5 (1,000), or trainer.value_learning_rate above 0.05 (1).
+        entropy_coefficient above 0.05 (grave: 1), value_coefficient above 5 (grave: 1,000), or trainer.value_learning_rate
+        above 0.05 (grave: 1).
     bounds-wrong (learning.md#losses): The loss's bounds keep few tokens, or bound nothing: clip_high is outside 0.01 to 10
         (cispo: above 10; gspo: above 0.05), clamp is outside 1 to 100, mask_low or mask_high is within 10 % of 1 (grave:
         1 %), or mask_kl is under 0.001.

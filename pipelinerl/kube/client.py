@@ -1,4 +1,4 @@
-"""Calls to the Kubernetes API through the official asyncio client, with bounded times and one typed error.
+"""Calls to the Kubernetes API through the official asyncio client, with time limits and one type of error.
 
 `KubeClient` has the rights of a pod's ServiceAccount, `PersonClient` those of a person's kubeconfig. The chart's Role grants
 exactly `TRAINER` and one entry of `COMPLETION`. The library reads the pod's token again every minute. If the API refuses the
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, order=True)
 class Permission:
-    """One verb on one resource in a namespace. `group`: API group; empty = the core group. `method`: the library's method."""
+    """One verb on one resource in a namespace. `group`: API group; empty = core. `method`: method of the Python client."""
 
     resource: str
     verb: str
@@ -166,7 +166,7 @@ class KubeClient:
         return self._api
 
     async def call(self, permission: Permission, **arguments: Any) -> Object:
-        """Make the call that `permission` allows, and return the answer. `arguments`: those of the library's method. If the
+        """Make the call that `permission` allows, and return the answer. `arguments`: those of `permission.method`. If the
         verb is patch, `body` is merged into the object `name`."""
         if permission.verb == "patch":
             arguments["_content_type"] = "application/merge-patch+json"
@@ -219,7 +219,7 @@ class PersonClient(KubeClient):
         await load_kube_config(context=self.context or None, client_configuration=configuration)
 
     async def delete(self, listing: Permission, selector: str) -> None:
-        """Delete each object that `listing` finds. Kubernetes deletes its dependents later, and a claim when no pod uses it."""
+        """Delete each object that `listing` finds. Kubernetes deletes its dependents later, and a PVC when no pod uses it."""
         deletion = replace(listing, verb="delete", method=listing.method.replace("list", "delete", 1))
         for item in await self.items(listing, selector):
             await self.call(deletion, name=name_of(item), propagation_policy="Background")

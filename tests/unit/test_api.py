@@ -117,13 +117,13 @@ def test_a_function_is_shipped_with_its_globals(
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda of: of.outer(), "uses secret of an enclosing function; pass it as a default value, or make it global"),
+        (lambda of: of.outer(), "uses secret, defined in an enclosing function; make it a global variable, or a parameter"),
         (lambda of: of.reads_object, "uses connection, an object of type TextIOWrapper, which cannot be written as source"),
         (lambda of: of.uses_class, "uses Mine, a class of this program"),
         (lambda of: of.unknown, "uses no_such_name, which is not defined"),
         (lambda of: of.counts, "changes the global LIMITS"),
         (lambda of: of.with_text, "has no source (unexpected indent"),
-        (lambda of: of.wrapped_later, "was wrapped after its definition; write the wrapper above its def, as a decorator"),
+        (lambda of: of.wrapped_later, "was wrapped after its definition; apply the wrapper as a decorator, above its def"),
         (lambda of: of.by_lambda, "is a lambda; define a function with def"),
     ],
 )
