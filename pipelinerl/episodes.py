@@ -2,7 +2,7 @@
 
 An environment starts an episode, answers each turn of the policy, and gives the episode's reward. Each episode has its own
 environment object in its own process. All samples of a prompt get the same row and seed. If the verifier or the actor is lost,
-the environment starts again. For a request that it repeats, the environment gets the turn that was already sampled.
+the environment starts again. If it then repeats a request, it gets the turn that was already sampled.
 
 A tool is a Python function. Its name, type hints and docstring make up the schema that the policy reads. Parameters are str,
 int, float, bool, list, dict, Literal, and unions of these such as `str | None`. The policy reads the function's result: text as

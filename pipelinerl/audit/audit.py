@@ -211,7 +211,7 @@ def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
 
 
 def _check_lineage(path: Path, audit: Audit) -> None:
-    """Check that lineage.json has every start in the journal. The journal may lack the start of a trainer that died early."""
+    """Check that lineage.json lists each start that the journal has. The journal may lack that of a trainer that died early."""
     history, findings, known = audit.history, audit.findings, trainer_starts(path.parent)
     if not read_json(path):
         if history.starts:

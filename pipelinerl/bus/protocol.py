@@ -93,7 +93,7 @@ ACTOR_NAME = re.compile(r"[A-Za-z0-9_-]{1,253}")
 
 
 def check_actor_name(actor: str) -> str:
-    """Return `actor`. Raises `FieldError` if it cannot be one token of a subject and a key of the membership bucket."""
+    """Return `actor`. Raises `FieldError` if it cannot be both a token of a subject and a key of the membership bucket."""
     if not ACTOR_NAME.fullmatch(actor):
         raise FieldError("actor", actor, "use 1-253 letters, digits, dashes and underscores")
     return actor

@@ -57,7 +57,7 @@ def recipes(args: argparse.Namespace) -> int:
 
 def needs(recipe: Recipe) -> dict[str, Any]:
     """Return what a recipe needs: `device` (cpu or gpu), model, `parameters`, `dtype`, memory in GiB, and minutes on two CPU
-    cores or None. For a GPU, the memory excludes activations and the KV cache. The function reads only local files."""
+    cores (None = not measured). For a GPU, the memory excludes activations and the KV cache. Only local files are read."""
     model = model_of(recipe, None)
     on_cpu = recipe.model.dtype == "float32"
     trainer, actor = state_bytes(recipe, model) / GIB, engine_bytes(recipe, model) / GIB

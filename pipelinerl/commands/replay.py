@@ -44,9 +44,9 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def rollback(args: argparse.Namespace) -> int:
-    """Let a stopped run continue from version `args.to`. If this version has no checkpoint, it is first computed again from the
-    recorded steps; if that fails, nothing is changed and its exit code is returned. The last change makes this version's
-    checkpoint the newest. If this command is killed before that change, the run continues as if there had been no rollback."""
+    """Let a stopped run continue from version `args.to`. If this version has no checkpoint, first compute it again from the
+    recorded steps; if that fails, change nothing and return the exit code of the computation. The last change makes this
+    version's checkpoint the newest. If the command is killed earlier, the run continues as if there had been no rollback."""
     run, recipe = _recorded(args.run)
     if not (run.path / JOURNAL).is_file():
         raise FieldError("RUN", str(args.run), f"has no {JOURNAL}: no trainer of this run has started")

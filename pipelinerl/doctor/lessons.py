@@ -211,9 +211,9 @@ def rewards(run: RunRecords) -> Rows:
 def terms(run: RunRecords) -> Rows:
     """Examine the parts of the reward, the tasks of a mixture, and the length that rewards lead to.
 
-    term-dominates (recipes.md#rewards): A term other than the answer decides which completion is better: either it has 80 % of
-        the terms' spread within groups, and answers earn under 0.9; or its spread is the largest, and what answers earn falls
-        by 3 standard errors while rewards rise; or the format earns 80 % of its weight, and the answer under 2 % of
+    term-dominates (recipes.md#rewards): A term other than the answer decides which completion is better: it has 80 % of the
+        terms' spread within groups, while answers earn under 0.9. Or it has the largest spread, and what answers earn falls by
+        3 standard errors although rewards rise. Or the format earns 80 % of its weight, while answers earn under 2 % of
         reward.correct (grave if rewards are equal).
     format-never (recipes.md#rewards): The format term is never earned, so that it teaches nothing: in at least 12 steps.
     task-starves (recipes.md#tasks): A task of the mixture gets too few sequences, or earns nothing: less than a quarter of its

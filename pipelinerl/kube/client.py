@@ -53,7 +53,7 @@ TRAINER = frozenset({LIST_PODS, WATCH_PODS})
 KEEP = (PATCH_CONFIG, COUNT_ACTORS, SCALE_ACTORS)
 """Permissions for every value of `on_completion`. A trainer that continues a finished run scales the actors up again."""
 COMPLETION = {"keep": KEEP, "release": (*KEEP, PATCH_REPORT, SCALE_TRAINER), "exit": (*KEEP, SCALE_TRAINER)}
-"""Permissions of the trainer in addition to `TRAINER`, by `on_completion`. Each is for a single object of its release."""
+"""Permissions of the trainer in addition to `TRAINER`, by `on_completion`. The Role limits each to one object, by its name."""
 ASK_RIGHTS = Permission("selfsubjectaccessreviews", "create", "authorization.k8s.io", "create_self_subject_access_review")
 """Every ServiceAccount has this permission unless an administrator removed it."""
 
@@ -141,7 +141,7 @@ class KubeClient:
         return bool(((await self.call(ASK_RIGHTS, body=body)).get("status") or {}).get("allowed"))
 
     async def items(self, permission: Permission, selector: str) -> list[Object]:
-        """Return the objects of the permission's kind that match `selector`."""
+        """Return the objects of the kind `permission.resource` whose labels match `selector`."""
         return (await self.call(permission, label_selector=selector)).get("items") or []
 
     async def watch_pods(self, selector: str, resource_version: str) -> ClientResponse:
