@@ -72,7 +72,7 @@ def apply(families: Iterable[Family], *views: Any) -> list[Finding]:
             try:
                 rows.extend(row for row in family(view) if row[2])  # keeps the rows before an error
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                log.warning("rules of %s cannot read these records: %r", family.__name__, error)
+                log.warning("the rules of %s cannot examine this recipe or run: %r", family.__name__, error)
         first = {row[0]: row for row in reversed(rows)}
         assert first.keys() <= rules.keys(), f"{family.__name__} does not list {[*first]}"
         for id_ in filter(first.__contains__, rules):

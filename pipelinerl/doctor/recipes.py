@@ -382,7 +382,7 @@ def rewards(view: SetView) -> Rows:
     wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: in trial calls, an empty completion earns half
         of reward.correct (grave, unless your own function scores). Or your own function scores, and at least 4 wrong answers
         earn about as much as right ones on average, or each of at least 4 wrong numbers that contain the right number, such as
-        1427 for 42, earns as much as the right number.
+        1420 for 42, earns as much as the right number.
     reward-slow (recipes.md#rewards): Rewards take long: the median trial call takes a quarter of timeout_s; a note.
     form-unsaid (recipes.md#rewards): Prompts do not ask for the form that the reward reads: one of these cases applies.
         Prompts forbid, or do not mention, what the reward looks for: \boxed, JSON, or the text with which
