@@ -21,8 +21,8 @@ class Policy:
     as `v20`, `task`, `model`, `tokenizer`, and the `temperature` and `max_tokens` that evaluations use."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint, or an adapter onto its base model. The task is the first one of the run's recipe; without
-        a recipe, it is chat if there is a chat template, else plain text. Raises `FieldError` if the model does not load."""
+        """Load a checkpoint, or an adapter onto its base model. Prompts have the form of the first task of the run's
+        recipe. Without a recipe, they use the chat template if there is one. Raises `FieldError` if the model does not load."""
         path, self.version = checkpoint.path, checkpoint.version
         self.path = path
         self.name = "policy" if self.version is None else f"v{self.version}"

@@ -74,9 +74,14 @@ def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
 
 
 class ControlTokens:
-    """A tokenizer for prompts that lets no text become a control token. Control tokens are special tokens, added tokens with a
-    `|`, and other added tokens that the chat template writes around a message (except `think` tags). In a tool's result, every
-    added token is a control token. `has_own_encoder`: another tokenizer encodes messages and ignores control tokens in them."""
+    """A tokenizer for prompts that lets no text become a control token.
+
+    Control tokens are the tokenizer's added tokens that are special, contain `|`, or enclose messages in the chat template.
+    Tags with `think` in their name do not count as enclosing. With Qwen3, for example, `<|im_end|>` is a control token, but
+    `<think>` and `<tool_call>` are not. In the result of a tool, all added tokens are control tokens: a tool cannot write them.
+
+    `has_own_encoder`: True if another encoder encodes messages and never reads added tokens in texts. Then no token is marked.
+    """
 
     def __init__(self, tokenizer: Any, *, has_own_encoder: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -134,7 +139,7 @@ def answer_end(tokenizer: Any) -> int | None:
     try:
         text = after_answer(tokenizer).lstrip() or after_answer(tokenizer, asked_again=True).lstrip()
     except Exception as error:  # noqa: BLE001 - a template calls raise_exception, or fails on a field that is not there
-        log.warning("cannot find out from the chat template how an answer ends: %s", error)
+        log.warning("cannot tell from the chat template which token ends an answer; only the model's end tokens do: %s", error)
         return None
     first = tokenizer.encode(text, add_special_tokens=False)[:1]
     known = (tokenizer.eos_token_id, *(token for token in first if token not in tokenizer.added_tokens_decoder))

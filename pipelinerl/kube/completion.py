@@ -1,6 +1,6 @@
-"""The end of a run on a cluster: free the GPUs, keep the report, and publish a state that others can wait for.
+"""The end of a run on a cluster: free the GPUs, keep the report, and publish a state that users and programs can wait for.
 
-Others read the state in a ConfigMap of the release: `data.phase` is `Running`, `Finished` or `Failed`, and other keys show the
+They read the state in a ConfigMap of the release: `data.phase` is `Running`, `Finished` or `Failed`, and other keys show the
 progress. At the end, unless all pods are kept, the actors are scaled to zero first and the trainer last. The ConfigMap keeps
 the number of actors, so that the run can continue. Scaling uses the subresource `scale`, so that a later upgrade by Helm has no
 conflict.
@@ -67,7 +67,7 @@ async def complete(
     settings: TrainerSettings, version: int, uploaded: Callable[[], Awaitable[None]], progress: Mapping[str, str]
 ) -> None:
     """Free the resources of a finished run as `on_completion` says. Publish the end only after `uploaded` has returned,
-    because whoever reads it may remove the release. The trainer is scaled to zero last, because that ends this process."""
+    because a client that sees it may remove the release. The trainer is scaled to zero last, because that ends this process."""
     async with _cluster(settings) as client:
         if client is None:
             return
@@ -87,7 +87,7 @@ async def complete(
 
 @asynccontextmanager
 async def failure_told(settings: TrainerSettings) -> AsyncIterator[None]:
-    """If a `UserError` ends the block, publish that the run failed. Leave out other errors: a restarted trainer may succeed."""
+    """If a `UserError` ends the block, publish that the run failed. Publish no other error: a restarted trainer may succeed."""
     try:
         yield
     except Exception as error:

@@ -38,7 +38,7 @@ AWAY = "The trainer does not answer, and there is no report yet: try again in a 
 
 
 def page_app(trainer: str, report: Path) -> FastAPI:
-    """Build the app. `trainer`: host:port of its HTTP server. `report`: a gzip file that may appear later."""
+    """Build the HTTP app. `trainer`: host:port of the trainer's HTTP server. `report`: a gzip file that may appear later."""
     app = health_app(Readiness(""), CollectorRegistry())
 
     @app.get("/")

@@ -1,6 +1,6 @@
 """A release of the chart for one run: install it with Helm, watch it, fetch its results, and remove it.
 
-A finished release is removed only after every file has been fetched with its full size.
+The release of a finished run is removed only after every file has been fetched with its full size.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Release:
 
 
 async def helm(release: Release, *arguments: str, text: str = "") -> str:
-    """Return the output of Helm, which gets `text` as input. Raises `ServiceError` with Helm's message."""
+    """Return the output of Helm, which gets `text` as input. Raises `ServiceError` with Helm's message if Helm fails."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec("helm", *arguments, *release.options, stdin=pipe, stdout=pipe, stderr=pipe)
     try:
@@ -119,7 +119,7 @@ async def run_states(client: PersonClient, selector: str = RUNS) -> list[Object]
 
 async def install(release: Release, chart: str, files: Sequence[Path], values: Mapping[str, Any]) -> None:
     """Install the chart with `values`, which the values in `files` override, and show what pods wait for. If the installation
-    fails, remove it. Raises `UserError` with the message of the chart's check, or else `ServiceError`."""
+    fails, remove it. In that case, raises `UserError` if the chart's check refused the values, else `ServiceError`."""
     installation = uuid.uuid4().hex
     needed = f"trainer.onCompletion=keep,kubernetesApi.enabled=true,commonLabels.{SUBMITTED}={installation}"
     given = [*(f"--values={file}" for file in ("-", *files)), f"--set={needed}", "--timeout=15m"]
@@ -212,7 +212,7 @@ class Look:
 
     @property
     def is_finished(self) -> bool:
-        """True if the trainer has reported that the run is finished. A report from before an upgrade does not count."""
+        """True if the trainer has reported that the run is finished. A report from before a Helm upgrade does not count."""
         revision = labels_of(self.trainer or {"metadata": {}}).get("controller-revision-hash", "")
         return self.data.get("phase") == FINISHED and self.data.get("revision", revision) == revision
 
@@ -370,7 +370,7 @@ def files_of(listed: bytes, folder: Path) -> dict[str, tuple[int, Path]]:
             if name.partition("/")[0] in FILES:
                 files[name], path = (int(size), folder / name), PurePosixPath(name)
                 if ".." in path.parts or "\0" in name or any((folder / at).is_symlink() for at in (path, *path.parents[:-1])):
-                    raise ServiceError(f"the trainer's pod lists the file {name!r}, which is a link or outside {folder}")
+                    raise ServiceError(f"the trainer's pod lists {name!r}, which leads out of {folder} or through a link")
     except ValueError as error:
         raise ServiceError(f"cannot read the list of files in the trainer's pod: {error}") from error
     return files

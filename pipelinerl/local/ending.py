@@ -89,7 +89,7 @@ class Ending:
     begun: int = 0
     """Policy version from which the run was started or resumed."""
     unread: bool = False
-    """True if the run was interrupted because its output was closed."""
+    """True if the run was interrupted because its standard output was closed, as by `| head`."""
 
     @property
     def how(self) -> str:
@@ -123,7 +123,7 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
 
 
 def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
-    """Return the run's summary with the runner's figures. If the trainer wrote no summary, compute it from metrics.jsonl."""
+    """Return the run's summary, with the runner's data. If the trainer wrote no summary, compute it from metrics.jsonl."""
     summary = read_json(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
     interrupted = ending.interrupted or bool(summary.get("interrupted"))
     own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}
@@ -172,7 +172,7 @@ def reward_ends(summary: Mapping[str, Any], key: str) -> str:
 
 
 def _figures(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each known figure."""
+    """Yield a line for each metric of the summary that is known."""
     lag, ess = summary.get("lag") or {}, summary.get("ess") or {}
     first, last = summary.get("heldout_accuracy_first"), summary.get("heldout_accuracy_last")
     multi, truncated = summary.get("sequences_multi_version_fraction"), summary.get("sequences_truncated_fraction")

@@ -60,7 +60,7 @@ async def runner_http(run_dir: RunDir, registry: CollectorRegistry, port: int) -
 
 
 def targets_of(run_dir: RunDir, names: Collection[str]) -> list[dict[str, object]]:
-    """Return a target for each process in `names` whose address file has an HTTP address."""
+    """Return a Prometheus target for each process in `names` whose address file has an HTTP address."""
     found: list[dict[str, object]] = []
     for name in sorted(names):
         try:

@@ -256,7 +256,7 @@ def why_taken(port: int) -> str:
 
 
 def raise_open_files() -> None:
-    """Set the limit of open files to its maximum. Each connection is an open file, and any user of this machine can connect."""
+    """Raise the limit of open files to its maximum. Other users of this machine could use up a low limit with connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # The system may allow less than `hard`.
         if 0 <= soft < hard:

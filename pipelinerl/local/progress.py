@@ -64,7 +64,7 @@ def sparkline(values: Iterable[float], width: int) -> str:
 
 
 _UNSTEADY_S = 10.0
-"""The remaining time is hidden when no step has ended for this many seconds and for the usual time of three steps."""
+"""The remaining time is hidden when no step has ended for this many seconds or, if longer, the usual time of three steps."""
 
 
 def phase_of(actor: ActorState | str) -> str:
@@ -93,7 +93,7 @@ class RunState:
     """Each actor's state, or the reason why it is unknown, by the actor's name."""
     sequences: Mapping[str, int] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
-    """By reason of failure: the message of the first sequence that failed for it, which may quote a completion."""
+    """Message of the first sequence that failed for each reason, keyed by reason. A message may quote a completion."""
     restarts: Counter[str] = field(default_factory=Counter)
     page: str = ""
     """URL of the live page; empty if it is not served."""
@@ -162,7 +162,7 @@ def _pace_s(state: RunState) -> float | None:
 
 
 def silence(state: RunState, elapsed_s: float) -> str:
-    """Describe the services if no step has ended for `QUIET_S` seconds and the usual time of three steps; else return ""."""
+    """Describe the services if no step has ended for `QUIET_S` or, if longer, the usual time of three steps; else return ""."""
     quiet_s = elapsed_s - state.moved_s
     if state.ended or state.stopping or quiet_s < max(QUIET_S, 3 * (_pace_s(state) or 0.0)):
         return ""

@@ -162,7 +162,7 @@ class LocalRun:
         self._launches = ServiceLaunches(*launches)
 
     async def run(self) -> Ending:
-        """Run to the end, stop every process, and return how the run ended. Only a bug raises an error."""
+        """Carry out the run, stop every process, and return how the run ended, with its error. Only a bug raises an error."""
         begun = newest_checkpoint(self.run_dir.path) or 0
         for record in read_jsonl(self.run_dir.metrics) if begun else ():
             if (record.get("step") or 0) <= begun:
@@ -335,7 +335,7 @@ class LocalRun:
         return self._stop_by_s
 
     def _show_stopping(self) -> None:
-        """Show what the stop waits for: a checkpoint, or the step before it."""
+        """Show what the stop waits for: the trainer's checkpoint, or the step that the trainer finishes before it."""
         assert self._stop_by_s is not None, "it stops"
         now_s, trainer = time.monotonic(), self._processes.get(TRAINER)
         if trainer is None or trainer.returncode is not None:

@@ -49,7 +49,7 @@ def plan_threads(
 ) -> ThreadPlan:
     """Give half of the cores, rounded down, to the trainer, and divide the rest among the actors. Each gets at least 1. Thread
     counts above 0 come from the recipe and are kept. If only `engine_threads` is given, the trainer gets the remaining cores.
-    With `take_turns`, trainer and actors each get all cores, but an actor leaves 1 to the process that feeds its engine."""
+    With `take_turns`, the trainer gets all cores. The actors share all cores, too, minus 1 each for feeding the engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))
@@ -97,7 +97,7 @@ def private_files(environment: Mapping[str, str], folder: Path) -> dict[str, str
 
 
 def restore_compiled(environment: Mapping[str, str]) -> None:
-    """Recreate the folder for compiled code if it was removed. Torch cannot create it through the link of `private_files`."""
+    """Recreate the folder for compiled code if it was removed. Torch uses a link to it, and cannot create a link's target."""
     for link in Path(environment["TMPDIR"]).glob("torchinductor_*"):
         with contextlib.suppress(OSError):
             link.readlink().mkdir(0o700, parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ class ServiceLaunches:
         return replace(launch, suspect=suspect)
 
     def trainer(self, actors: int, again: ServiceAddress | None = None) -> Launch:
-        """Return the trainer's launch. `again`: address before a restart, whose port is kept for a live page if it is free."""
+        """Return the trainer's launch. `again`: its address before a restart. A live page keeps that port if it is free."""
         port = str(self.page_port or 0)
         if again is not None and self.page_port is not None:  # Open pages ask the previous port.
             port = "0" if why_taken(int(_port(again.http))) else _port(again.http)

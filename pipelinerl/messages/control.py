@@ -33,7 +33,7 @@ _CHOICES = {"backend": get_args(Backend), "phase": get_args(Phase)}
 
 
 def decode_control(data: bytes, message_type: type[_Control]) -> _Control:
-    """Parse and check a message. Raises `MessageError`."""
+    """Parse and check a message. Raises `MessageError` if it is invalid."""
     kind = message_type.__name__
     message = parse(message_type(), data, kind)
     _check_fields(message, kind)

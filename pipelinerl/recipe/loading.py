@@ -228,7 +228,7 @@ def recipe_of_run(path: Path, option: str = "RUN") -> Recipe:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the data of a recipe's file without validation. Raises `FieldError` if the file cannot be read, or `YamlError`."""
+    """Return a recipe file's data, not validated. Raises `FieldError` if unreadable, `YamlError` if not a YAML mapping in UTF-8."""
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:

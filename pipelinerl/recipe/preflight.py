@@ -70,7 +70,7 @@ sys.exit({_IMPORTED})
 def try_import(field: str, path: str, config: str, environment: Mapping[str, str], code: str = _IMPORT) -> None:
     """Import `pkg.module:name` in a separate process, because a user's module may do anything. As in the verifier, modules in
     the current folder are found. The object is not called, but a tool's parameters and an environment's methods are checked.
-    `config` is `task.config` as JSON. Raises `MissingPackage` if a module is not installed, or another `UserError`."""
+    `config` is `task.config` as JSON. Raises `MissingPackage` if a module is not installed, `UserError` for another problem."""
     command = [sys.executable, "-c", code, field, path, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, env=environment)
@@ -106,7 +106,8 @@ def check_environment(recipe: Recipe, reward_rows: int = 0, modules: Path | None
 
 
 def environment_with(modules: Path | None) -> dict[str, str]:
-    """Return environment variables for a process that imports from `modules` first and from the current folder last."""
+    """Return environment variables for a process that imports from `modules` first and from the current folder last. If
+    `modules` is None, return the variables of this process."""
     if modules is None:
         return dict(os.environ)
     path = filter(None, (str(modules.resolve()), os.environ.get("PYTHONPATH"), os.getcwd()))

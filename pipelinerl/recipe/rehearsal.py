@@ -34,7 +34,7 @@ from pipelinerl.tasks.source import FileSource, Problem, Source, Split
 
 _MATHEMATICS = ("math", "math_boxed")
 _PACKAGES = {"math": ("mpmath",), "math_boxed": ("mpmath",), "json_schema": ("jsonschema",)}
-"""Packages of scorers, which may be missing on a machine that only checks recipes."""
+"""Packages that scorers need. They may be missing on a machine that only checks recipes."""
 _BARE = ("task", "exact", "code", *_MATHEMATICS)
 """Scorers that accept a completion with only the reference answer, which for `math_boxed` must be in a box."""
 
@@ -44,18 +44,23 @@ _OTHERS_TRIED = 6
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a reward on a problem of the set `place` (a key of `Recipe.sets_by_place`). `completion`: text with the
-    reference answer or a near miss, or an empty text. `near_miss`: the wrong answer in `completion`, if any. `forms`: pairs of
-    a completion to try and the answer that the reward must find in it ("" = any). The call ends when the reward finds the
-    answer of a pair, or fails. `answer`: the answer that was found, if any. `status`: `ok`, or why there is no reward."""
+    """One trial of a reward on a problem. The reward scores the completions in `forms` one by one. The trial ends when the
+    reward finds the answer that the completion's pair requires, or fails. `completion` and the fields from `answer` on
+    describe this last completion. A trial in which the reward does neither is left out of the results."""
 
     place: str
+    """Problem set, as a key of `Recipe.sets_by_place`."""
     problem: Problem
     completion: str = ""
+    """Last completion that was scored: a text with the reference answer or with a near miss, or an empty text."""
     forms: tuple[tuple[str, str], ...] = ()
+    """Pairs of a completion and the answer that the reward must find in it ("" = any answer)."""
     near_miss: str = ""
+    """Wrong answer that the completions contain; "" = they contain the reference answer, or are empty."""
     answer: str = ""
+    """Answer that the reward found in `completion`; "" = none."""
     status: str = ""
+    """`ok`, or why there is no reward, such as `timeout`."""
     reward: float = 0.0
     seconds: float = 0.0
     message: str = ""

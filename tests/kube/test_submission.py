@@ -416,7 +416,7 @@ async def test_results_that_cannot_be_fetched_remove_nothing(
 def test_no_file_is_written_outside_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "a").symlink_to("/tmp")
-    outside = dict.fromkeys((b"1 checkpoint/../../x", b"1 checkpoint/\0", b"1 checkpoint/a/b"), "which is a link or outside")
+    outside = dict.fromkeys((b"1 checkpoint/../../x", b"1 checkpoint/\0", b"1 checkpoint/a/b"), "which leads out of")
     no_lists = dict.fromkeys((b"recipe.yaml", b"many recipe.yaml", b"1 \xff"), "cannot read the list of files")
     for listed, why in (outside | no_lists).items():
         with pytest.raises(ServiceError, match=why):
