@@ -633,8 +633,8 @@ class WeightUpdateConfig(Section):
     for each token (null = 0.001), in 16 bits for the median token (null = 0.25). The run ends if its first probe exceeds it."""
     verify_logprobs: Changeable[float] = Field(0.0, ge=0, lt=1)
     """Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than 0.01 nats
-    (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, the trainer ignores the
-    actor's sequences, except in batches already taken. 0 = off."""
+    (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, its sequences
+    fail (`actor_quarantined`), except in batches already taken. 0 = off."""
     stop_on_mismatch: Changeable[bool] = False
     """End the run if a probe exceeds `probe_tolerance`. false = only the first probe can end it; later failures are counted."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)

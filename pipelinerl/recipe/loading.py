@@ -228,7 +228,7 @@ def recipe_of_run(path: Path, option: str = "RUN") -> Recipe:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return a recipe file's data, not validated. Raises `FieldError` if unreadable, `YamlError` if not a YAML mapping in UTF-8."""
+    """Return a recipe file's data, unvalidated. Raises `FieldError` if it is unreadable, `YamlError` if not a YAML mapping."""
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:

@@ -3,7 +3,7 @@ render prompts as the policy will see them, and check the chat template. No mode
 
 Rewards are tried on reference answers and on an empty text. Scorers of mathematics also get boxed answers, and near misses,
 that is, similar wrong answers. A user's function also gets answers to other problems, and numbers that contain the right one.
-Three kinds of rewards are left out: those of episodes, which need turns, judges, which cost money, and reasoning-gym's scorers.
+Three kinds of rewards are left out: of episodes (they need turns), of judges (they cost money), and reasoning-gym's own.
 The process `services.verifier.rehearsal` makes the calls, and `services.actor.preview` renders the prompts.
 """
 
@@ -44,9 +44,9 @@ _OTHERS_TRIED = 6
 
 @dataclass(frozen=True)
 class Call:
-    """One trial of a reward on a problem. The reward scores the completions in `forms` one by one. The trial ends when the
+    """One trial call of a reward on a problem. The reward scores the completions in `forms` one by one. The call ends when the
     reward finds the answer that the completion's pair requires, or fails. `completion` and the fields from `answer` on
-    describe this last completion. A trial in which the reward does neither is left out of the results."""
+    describe this last completion. A call in which the reward does neither is left out of the results."""
 
     place: str
     """Problem set, as a key of `Recipe.sets_by_place`."""
