@@ -67,7 +67,7 @@ _TIMES_KEPT = 256
 
 
 class RunHistory:
-    """The data of a run so far. If there are 2 · `limit` steps or more, some are left out; likewise for evaluations."""
+    """The data of a run so far. If there are 2 · `limit` steps or more, some are left out. The same holds for evaluations."""
 
     def __init__(self, limit: int = MAX_RECORDS) -> None:
         self._records = ThinnedSeries(limit, NEWEST)

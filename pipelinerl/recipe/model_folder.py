@@ -80,7 +80,7 @@ def known_model(recipe: Recipe, parameters: float) -> Model:
 
 def kv_numbers(model: ModelConfig) -> int:
     """Return how many numbers the KV cache holds for one token, according to the model's config.json; 0 if that file is not on
-    this machine. Layers with sliding windows count like others."""
+    this machine. Layers with sliding windows count like layers with full attention."""
     config = _known_config(model) or {}
     kinds = [str(kind) for kind in config.get("layer_types") or []]
     layers = sum("attention" in one and "linear" not in one for one in kinds) or _number(config, "num_hidden_layers", "n_layer")

@@ -187,7 +187,7 @@ _TOKEN = re.compile(
     r"(?s)(\\(?:x..|u....|.)|\[\^?]?(?:\\.|[^]\\])*]|\((?:\?(?:P=\w+|P<\w+>|<?[=!]|[a-zA-Z-]*:?|>))?"
     r"|([*+?]|\{(?:\d+,?\d*|,\d+)})[?+]?|.)"
 )
-"""Matches a part of a regular expression: a character, a set, a bracket or a repetition. Group 2 matches only repetitions."""
+"""Matches a part of a regular expression: a character, a set, the start of a group, or a repetition (also as group 2)."""
 
 
 @cache
