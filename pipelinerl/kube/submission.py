@@ -300,8 +300,8 @@ _SHOWN_BYTES = 16 * 2**20
 
 
 async def fetch(release: Release, seen: Look, folder: Path) -> Path:
-    """Fetch the run's files into `folder`, write the report there, and return its path. A file that an earlier try fetched in
-    part is continued. Raises `ServiceError` if a file is lacking or has a wrong size, if the disk is too small, or if nothing
+    """Fetch the run's files into `folder`, write the report there, and return its path. Continue files that an earlier
+    attempt fetched in part. Raises `ServiceError` if a file is lacking or has a wrong size, the disk is too small, or nothing
     arrives for `_GIVE_UP_S`. Raises `KubeError` if a permission is missing or the pod is gone, and errors of `_fetch_all`
     and `write_report`, such as `FieldError` if the folder has other files."""
     before, since_s = -1, 0.0

@@ -561,7 +561,8 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error in `raised` if all are `PipelineRLError` or due to a full disk. Otherwise raise `raised`."""
+        """If all errors in `raised` are `PipelineRLError` or due to a full disk, return the first one, as a `PipelineRLError`.
+        Otherwise, raise `raised`."""
         errors = _leaves(raised)
         if any(not isinstance(one, PipelineRLError) and getattr(one, "errno", None) not in _DISK_FULL for one in errors):
             raise raised

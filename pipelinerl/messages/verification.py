@@ -107,7 +107,7 @@ class VerifierClient:
     async def verify(self, items: list[pb.VerifyItem]) -> list[pb.VerifyResult]:
         """Return one result per item, in order. A reward is within ±`MOST_REWARD`, and 0 unless the result's status is OK. Wait
         without limit while the verifier is unreachable, full or late. Raises `ServiceError` if the items are too large, or the
-        verifier refuses the call or keeps failing, `MessageError` if the answer does not match the items."""
+        verifier refuses the call or keeps failing, and `MessageError` if the answer does not match the items."""
         if not items:
             return []
         request = pb.VerifyRequest(items=items)
@@ -117,7 +117,7 @@ class VerifierClient:
 
     async def run_episode(self, request: pb.EpisodeRequest, timeout_s: float) -> pb.VerifyResult:
         """Run an episode in one call, and return its result. Raises `VerifierAway` if another call may succeed, `ServiceError`
-        if the verifier refuses the call, `MessageError` if the answer is for another item."""
+        if the verifier refuses the call, and `MessageError` if the answer is for another item."""
         try:
             with self._tries() as stub:
                 result: pb.VerifyResult = await stub.RunEpisode(request, timeout=timeout_s, wait_for_ready=True)

@@ -589,7 +589,7 @@ class TrainerConfig(Section):
     nproc: OrAuto[int] = Field(1, ge=1, le=4096)
     """Ranks (processes) of a local run's trainer, one per GPU. `auto`: as many as fit beside the actors, at least 1."""
     context_parallel: Changeable[int] = Field(1, ge=1, le=1024)
-    """Number of ranks that share each packed row, for sequences that do not fit on one GPU."""
+    """Number of ranks that share each row of packed sequences, for sequences that do not fit on one GPU."""
     shard_ranks: Changeable[int] = Field(0, ge=0, le=65_536)
     """Ranks that share one copy of weights and optimizer. 0 = all ranks; a smaller group = hybrid sharding."""
     reshard_after_forward: Changeable[bool] = True

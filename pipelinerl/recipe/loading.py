@@ -104,8 +104,8 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     """Return the field's path and the value of an override `a.b=value`. The value is read as YAML. A field for text or for a
-    list of texts takes an unquoted value literally if it is empty or has a YAML comment, such as `#(\\d+)$`. A field for text
-    also takes invalid YAML literally. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
+    list of texts takes an unquoted value literally if it is empty, or if YAML would read a comment in it (`#(\\d+)$`). A field
+    for text also takes invalid YAML literally. Raises `FieldError` if `=` or a name is missing, or if the value is not YAML."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
