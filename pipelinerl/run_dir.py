@@ -24,7 +24,7 @@ MOST_ACTORS = 64
 """Maximum number of actors on one machine. A larger number is probably a typing error."""
 LINEAGE, CHECKPOINTS, CHANGES = "lineage.json", "checkpoints", "changes"
 RUN_STATE = Path("resume", "run.json")
-"""Path within a checkpoint. A run cannot continue from a checkpoint without this file."""
+"""Path of the run's state within a checkpoint. A run cannot continue from a checkpoint without this file."""
 ABOUT, ADAPTER = "pipelinerl.json", "adapter_config.json"
 """Files of a checkpoint: one with its policy version, and one with the configuration of a LoRA adapter."""
 MODEL_IN = ("config.json", ADAPTER)
@@ -34,7 +34,7 @@ this checkpoint empties the streams first."""
 STATE_FORMAT = 3
 """Format number of a checkpoint's training state. A run cannot continue from a checkpoint in another format."""
 LEAST_FREE_BYTES, RESERVE_BYTES = 256 * 1024**2, 64 * 1024**2
-"""Free space that a run needs in addition to the next checkpoint: the first at its start, the second while it runs."""
+"""Free space that a run needs in addition to the space for the next checkpoint: at its start, and while it runs."""
 
 
 @dataclass
@@ -100,8 +100,8 @@ class RunDir:
         return None
 
     def next_checkpoint_bytes(self, keep: int, first_bytes: int = 0) -> int:
-        """Return the free space that the next checkpoint needs: the newest one's size, or `first_bytes` without one. Return 0
-        while the trainer writes or removes a checkpoint, or is about to remove one, because more than `keep` exist."""
+        """Return the free space that the next checkpoint needs: the size of the newest checkpoint, or `first_bytes` if there is
+        none. Return 0 while the trainer writes or removes a checkpoint, or is about to remove one (more than `keep` exist)."""
         is_under_way = any(self.checkpoints.glob(".*")) or len(resumable(self.path)) > keep
         return 0 if is_under_way else self.checkpoint_bytes() or first_bytes
 
@@ -235,7 +235,8 @@ _UNSTARTED = {
 
 
 def _make_empty(run: RunDir, option: str) -> None:
-    """Make the folder, or empty it if its run's trainer never started. Raises a `FieldError` that names `option`."""
+    """Make the folder, or empty it if its run's trainer never started. Raises `FieldError` about `option` if the folder is a
+    file, cannot be made or holds anything else."""
     path, value = run.path, str(run.path)
     if path.exists() and not path.is_dir():
         raise FieldError(option, value, "is a file; give a folder that is new or empty")

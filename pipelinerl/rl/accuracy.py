@@ -24,7 +24,7 @@ def pass_at(k: int, answers: int, right: int) -> float:
 
 
 def means_of(reported: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return each number's mean over the answers that report it, by name, for the `MOST_REPORTED` most frequent names."""
+    """Return the mean of each reported number over the answers that report it, for the `MOST_REPORTED` most frequent names."""
     answers = list(reported)
     counts = Counter(name for numbers in answers for name in numbers)
     known = sorted(counts, key=lambda name: (-counts[name], name))[:MOST_REPORTED]

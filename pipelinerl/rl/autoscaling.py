@@ -3,14 +3,14 @@
 **Consumption.** A step uses up x sequences (trained, dropped or failed) in s seconds, not counting its waits for sequences. C,
 the number of sequences that the trainer could consume in a second, is the median of x / s over the last steps.
 
-**Production.** A full actor finishes P sequences a second, measured while nearly all H slots are in use. While slots are empty,
-P is the last such value, or the actor's rate if that is higher. A lower rate only means that the lag bound gives the actor less
-work. Until actors have been full once, P is estimated from the rate p at a share `o` of used slots. P is between p (already
-saturated) and p / o (batching costs nothing); the estimate is their geometric mean, `p / sqrt(o)`.
+**Production.** A full actor finishes P sequences a second. P is measured while nearly all H slots are in use. While slots are
+empty, P is the last measured value, or the actor's present rate if that is higher. A lower rate only means that the lag bound
+gives the actor less work. Until actors have been full once, P is estimated from the rate p at a share `o` of used slots. P is
+between p (already saturated) and p / o (batching costs nothing); the estimate is their geometric mean, `p / sqrt(o)`.
 
-**Replicas.** `C / P` actors keep up with the trainer, and at least one is wanted. More than `ceil(M / H)` would leave slots
-empty. M is the number of sequences that may be issued before the first step: (1 + max_lag) * B, or G * B in conventional mode,
-but at most those of the whole run.
+**Replicas.** `C / P` actors keep up with the trainer, and at least one is wanted. More than `ceil(M / H)` actors would leave
+slots empty. M is the number of sequences that may be issued before the first step: (1 + max_lag) * B, or G * B in conventional
+mode, but at most those of the whole run.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ FULL = 0.85
 """Share of used slots above which an actor counts as full. It is below 1, because a slot is empty between two sequences."""
 
 Production = NDArray[np.float64]
-"""Work of an actor between two observations, [3]: sequences finished, seconds busy, seconds busy × sequences in progress."""
+"""Work of an actor between two observations: [sequences finished, seconds busy, seconds busy × sequences in progress]."""
 
 
 def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float] | None:
-    """Return the sequences per second of a busy actor, and its mean sequences in progress. Just enough of the newest
-    entries are used to reach `fewest` sequences and `FEWEST_BUSY_S` busy seconds; older entries are removed. Return None if
+    """Return the sequences per second of a busy actor, and its mean sequences in progress. Just enough of the newest entries of
+    `produced` are used to reach `fewest` sequences and `FEWEST_BUSY_S` busy seconds; older entries are removed. Return None if
     all entries together fall short of either minimum."""
     total = np.zeros(3)
     for number, one in enumerate(reversed(produced), start=1):
@@ -53,8 +53,9 @@ def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float
 
 
 def replicas_wanted(needed: float, most: int, current: int | None = None) -> int:
-    """Return the number of actors for `needed` = C / P, at most `most`. The previous number `current` is kept while it is at
-    most 0.1 below `needed` and at most 1 + `current` / 10 above it."""
+    """Return `needed` rounded up, at least 1 and at most `most`. `needed`: number of actors that just keep up with the trainer,
+    such as 2.4. So that the result changes seldom, the previous number `current` is kept while it is at most 0.1 below `needed`
+    and at most 1 + `current` / 10 above it."""
     enough = max(1, math.ceil(needed))
     if current is not None and current - 1 - 0.1 * current <= needed <= current + 0.1:
         enough = current
@@ -62,8 +63,8 @@ def replicas_wanted(needed: float, most: int, current: int | None = None) -> int
 
 
 class ReplicasWanted:
-    """Computes `wanted`, the number of actors wanted; None until it is known. `slots`, `batch_size` and `in_flight`
-    are H, B and M of the module's docstring."""
+    """Computes `wanted`, the number of actors wanted; None until it is known. `slots`: sequences that an actor keeps in
+    progress. `batch_size`: sequences of one step. `in_flight`: number of sequences that may be issued before the first step."""
 
     def __init__(self, *, slots: int, batch_size: int, in_flight: int) -> None:
         self._slots, self._batch_size, self._most = slots, batch_size, max(1, math.ceil(in_flight / slots))
@@ -103,7 +104,7 @@ class ReplicasWanted:
             self.wanted = replicas_wanted(median(self._consumption) / full, self._most, self.wanted)
 
     def _full_actor(self) -> float | None:
-        """Return P (see the module's docstring), or None if it is unknown."""
+        """Return the sequences that a full actor finishes in a second, P of the module's docstring; None if it is unknown."""
         full, lately = (newest_rates(one, self._batch_size) for one in (self._when_full, self._lately))
         known = full[0] if full else None
         if lately is None:

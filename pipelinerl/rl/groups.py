@@ -16,10 +16,14 @@ as old as the bound allows. Pipeline mode therefore limits the samples in flight
 step that uses its group begins, or the group is lost. While a sample waits for others of its group, it does not count.
 
 With A actors of H slots, `A * (H + n) + B` samples are always enough: A * H for full slots, a next group of n for each actor,
-and B for a waiting batch. The limit starts at this ceiling; its floor is B. It rises if the trainer had to wait, unless max_lag
-caused the wait. If `limit / B + 1` successive steps each leave two or more complete groups over, it falls by a quarter of the
-smallest number left over, rounded up. Steps count only after all groups issued before the limit last changed are complete. When
-an actor leaves, the limit returns to its ceiling, because the actor's samples stay in flight for up to half a minute.
+and B for a waiting batch. The limit starts at this ceiling and never falls below B. It changes as follows:
+
+- If a step had to wait for sequences, the limit rises, unless max_lag caused the wait.
+- If actors are faster than the trainer, complete groups are left over when a step begins. The limit falls if two or more
+  groups are left over in more than `limit / B` successive steps, the time in which the trainer uses up all samples in flight.
+  It falls by a quarter of the smallest number of groups left over, rounded up to whole groups.
+- After each change, these steps are counted anew, beginning when all groups issued before the change are complete.
+- When an actor leaves, the limit returns to its ceiling, because the actor's samples stay in flight for up to half a minute.
 
 **Lag** is counted in optimizer steps between the version that sampled a token and the version whose gradient is taken. A
 version is (incarnation, number). After a restart from v = 20, version 25 of the previous incarnation no longer exists.
@@ -98,8 +102,8 @@ class IssueBounds:
         """Number of samples by which the freshness limit is below its ceiling."""
         self._num_actors = 0
         self._left_over: deque[int] = deque()
-        """For each of the last steps (at most about limit / B + 1), the number of complete groups that it left over. A step is
-        recorded only if all groups that were issued before the limit last changed are complete by then."""
+        """For each of the last steps, about limit / B of them, the number of complete groups left over when it began. A step is
+        recorded only if all groups that were issued before the limit last changed were complete by then."""
         self._changed_at = 0
         """Number of the first group issued under the current limit."""
         self._waited = False
@@ -163,8 +167,8 @@ def starts_phase(recipe: Recipe, version: int) -> bool:
 
 
 def groups_before_step(recipe: Recipe, version: int) -> int:
-    """Return how many groups must be complete before the step at `version` starts: one batch in pipeline mode, and the rest of
-    the phase in conventional mode. The run's last phase may be shorter."""
+    """Return how many groups must be complete before the step at `version` starts: those of one batch in pipeline mode, and
+    those of all remaining steps of the phase in conventional mode. The run's last phase may be shorter."""
     phase_steps = recipe.algorithm.conventional_g
     steps = phase_steps - version % phase_steps if recipe.mode == "conventional" else 1
     return min(steps, recipe.trainer.steps - version) * groups_per_step(recipe)

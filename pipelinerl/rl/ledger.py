@@ -92,7 +92,7 @@ class Ledger:
         return 2 * counts["issued"] - sum(counts.values())
 
     def check(self) -> None:
-        """Raise `LedgerViolation` with all numbers if the equation does not hold."""
+        """Raise `LedgerViolation` with all counts if `discrepancy` is not 0."""
         if self.discrepancy:
             numbers = ", ".join(f"{name} {count}" for name, count in self.counts.items())
             raise LedgerViolation(f"issued != trained + dropped + failed + in_flight: {numbers}")
@@ -122,7 +122,7 @@ class Ledger:
 
 @dataclass
 class OpenGroup:
-    """A group with missing samples. `members` holds the samples that arrived, by index."""
+    """A group of which some samples have not arrived. `members`: the samples that have arrived, by index."""
 
     num_samples: int
     queue_position: int | None = None
@@ -144,7 +144,7 @@ class SequenceTracker:
         self._lengths = {outcome: Counter[int]() for outcome in (Outcome.TRAINED, Outcome.DROPPED_STALE)}
         """For each of the two outcomes, number of sequences by `length_bucket` since the last `take_ended_by_length`."""
         self.longest_tokens, self._num_ended = 1, 0
-        """Most tokens of a sequence trained on or dropped as stale since process start, and the number of such sequences."""
+        """Tokens of the longest sequence trained on or dropped as stale since process start, and number of such sequences."""
         self.open_groups: dict[str, OpenGroup] = {}  # by id, in order of issue
         self.issued_groups = 0
         self.lost_groups = 0
@@ -198,7 +198,7 @@ class SequenceTracker:
         self.lost_groups += 1
 
     def missing(self, group_id: str, run: str, failure: str) -> list[Sequence]:
-        """Return a failed sequence for each missing sample of an open group. For other groups, return an empty list."""
+        """Return a sequence with this `failure` for each sample of an open group that has not arrived; [] for other groups."""
         group = self.open_groups.get(group_id, OpenGroup(0))
         missing = [index for index in range(group.num_samples) if index not in group.members]
         return [failed_sample(run, group_id, index, group.num_samples, failure) for index in missing]

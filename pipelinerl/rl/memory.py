@@ -22,7 +22,7 @@ ENGINE_GIB = 3.0
 UPDATE_GIB = 2.0
 """Memory of a weight update beyond the new weights: chunks, the largest whole tensor, NCCL's buffers."""
 QUANTISED_BYTES = 1
-"""Bytes of a parameter in a quantised engine. Methods with fewer bits count the same: they leave some weights unquantised."""
+"""Bytes of a parameter in a quantised engine. 4-bit methods also count as 1, because they leave some weights unquantised."""
 MOST_SNAPSHOTS = 3
 """Snapshots that a trainer holds: of the served version, of the version in transfer, and of the next one, which waits."""
 LOG_COPIES = 2
@@ -39,7 +39,7 @@ ADAPTERS = 0.9
 """Factor for estimates. Adapters on all linear layers have ADAPTERS × rank × (active parameters of the model)^(2/3) parameters.
 The true factor is 0.65 to 0.9 for Qwen2.5 of 0.5B to 7B and Llama of 8B and 70B."""
 MOST_PER_ACTOR = 64
-"""Maximum number of accelerators of an actor, as for `actor.engine.tensor_parallel_size`."""
+"""Maximum number of accelerators of an actor, and so of `actor.engine.tensor_parallel_size`."""
 
 
 @dataclass(frozen=True)
@@ -133,18 +133,18 @@ def sent_bytes(recipe: Recipe, model: Model) -> float:
 
 
 def version_bytes(recipe: Recipe, model: Model) -> float:
-    """Return the bytes of a version, adapters or whole weights, in the model's dtype."""
+    """Return the bytes of a version in the model's dtype: of the adapters if only these are sent, else of all weights."""
     return adapter_parameters(recipe, model) * model.dtype_bytes if sends_adapters(recipe) else model.weights_bytes
 
 
 def wire_bytes(recipe: Recipe, model: Model) -> int:
-    """Return the bytes of a parameter as it is sent."""
+    """Return the number of bytes in which one parameter is sent."""
     return {"float32": 4, "bfloat16": 2}.get(recipe.weights.wire_dtype, model.dtype_bytes)
 
 
 def engine_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
     """Return the GiB that vLLM needs on each accelerator: for weights, overhead, and the KV cache of one sequence of
-    `model.max_context`. `ranks`: as in `update_gib`."""
+    `model.max_context`. `ranks`: GPUs per actor; None = the recipe's."""
     shared = (engine_bytes(recipe, model) + model.kv_bytes * recipe.model.max_context) / GIB
     return shared / (ranks or recipe.actor.engine.tensor_parallel_size) + ENGINE_GIB
 
@@ -216,8 +216,8 @@ def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
 
 def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float = math.inf) -> tuple[float, float]:
     """Return the GiB of the trainer's snapshots on its device and in host memory. The device has `memory_gib`, and no actor
-    uses it. Snapshots are in host memory with several ranks, with Gloo, and if activations need the room. Snapshots of
-    adapters are not counted, because they are small."""
+    uses it. Snapshots are in host memory if there are several ranks, if the backend is Gloo, or if activations need the
+    device's memory. Snapshots of adapters are not counted, because they are small."""
     if sends_adapters(recipe):
         return 0.0, 0.0
     copies = MOST_SNAPSHOTS + LOG_COPIES * bool(recipe.weights.log_place)

@@ -92,7 +92,7 @@ Slots = list[Bins]
 """[slot][rank] → indexes of the sequences of that micro-batch; empty if the rank has none in this slot."""
 
 MOST_LEVELLED_SLOTS = 16
-"""Maximum number of slots for which `levelled` is tried; with more, it takes long and gains under 1%."""
+"""Maximum number of slots for which `levelled` is tried. With more slots, it takes long and makes a step at most 1% faster."""
 BINS_TRIED = 8
 """Number of cheapest bins that are tried before a sequence counts as not fitting."""
 
@@ -125,10 +125,11 @@ class StepPlan:
 Prompt = tuple[Hashable, int]
 """Key of a prompt, and its number of tokens."""
 PIECES = (1, 4, 16, 0)
-"""Divisors of the token budget that are tried. Sequences of one prompt share pieces of at most budget / divisor tokens; with 0,
-each sequence is a piece. Small pieces can be spread evenly over ranks; large ones compute a prompt less often."""
+"""Divisors of the token budget that `plan_step` tries. Sequences of one prompt form pieces of at most budget / divisor tokens;
+with 0, each sequence is a piece. Small pieces can be spread evenly over ranks; large ones compute a prompt less often."""
 COPIES_OF_A_TOKEN = 5
-"""Number of copies of a prompt token that take as much memory as one computed token. Copies exist only in attention."""
+"""Number of copied tokens that take as much memory as one computed token. If sequences share a prompt, its tokens are computed
+once, but attention needs a copy of them for each further sequence."""
 
 
 def plan_step(
@@ -166,7 +167,7 @@ class _Piece:
     members: list[int]
     tokens: int
     copied_tokens: int = 0
-    """Tokens that are not computed, because the sequences share their prompt."""
+    """Prompt tokens of all members but the first. They are not computed again, only copied in attention."""
 
     @property
     def room(self) -> int:
@@ -204,7 +205,7 @@ def _planned(lengths: list[int], cost: list[float], budget: int, num_ranks: int)
 
 
 def _plan(slots: Slots, cost: list[float]) -> StepPlan:
-    """Assign each slot's bins to ranks by cost, alternately in falling and rising order, which evens the ranks' sums."""
+    """Assign each slot's bins to ranks in falling order of cost, but in every second slot in rising order, to even the sums."""
     seated: Slots = []
     for number, bins in enumerate(slots):
         falling = sorted(bins, key=lambda members: -_total(members, cost))
@@ -227,7 +228,7 @@ class _Planner:
     num_ranks: int
 
     def evened(self, packed: Bins, num_slots: int) -> Slots:
-        """Give each slot bins of similar cost, and redistribute a slot's sequences over its ranks if that makes it faster."""
+        """Give each slot bins of similar cost. Redistribute a slot's sequences over its ranks if that makes the slot faster."""
         padded = packed + [[] for _ in range(num_slots * self.num_ranks - len(packed))]
         falling = sorted(padded, key=lambda members: -_total(members, self.cost))
         return [self._evened_slot(falling[first : first + self.num_ranks]) for first in range(0, len(falling), self.num_ranks)]
@@ -238,9 +239,10 @@ class _Planner:
         return bins if left or costliest[1] >= costliest[0] else spread
 
     def levelled(self, num_slots: int) -> Slots | None:
-        """Fill one slot after the other with the remaining sequences, costliest first. Except in the last slot, no bin costs
-        more than the costliest remaining sequence or, if that is larger, the mean cost of the remaining bins. Return None if a
-        slot would be empty or the last slot cannot take the rest."""
+        """Fill one slot after the other, each with the costliest remaining sequences, so that its bins cost about the same. For
+        this purpose, each slot except the last has a level, which is the highest cost that a bin may have: the remaining cost
+        divided by the number of remaining bins, or the cost of the costliest remaining sequence if that is higher. Return None
+        if a slot would be empty or the last slot cannot take all remaining sequences."""
         left = _falling(self.cost, range(len(self.lengths)))
         slots: Slots = []
         for slots_left in range(num_slots, 0, -1):

@@ -96,7 +96,7 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None,
 
 
 def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tuple[Recipe, Placement]:
-    """Return the recipe with numbers instead of `auto`, and the placement that they describe. The trainer chooses its GPUs
+    """Return the recipe with numbers instead of `auto`, and the placement that they describe. The trainer's GPUs are selected
     first, by NVLink and then by free memory. `model`: None = its size is unknown, so memory is not checked. Raises `FieldError`
     if no GPU can be used, or if the recipe's numbers or the model do not fit."""
     if not (able := [device for device in devices if device.computes_in(recipe.model.dtype)]):
@@ -198,9 +198,9 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
 
 
 def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tuple[int, int]:
-    """Return the ranks and actors of the split that is fastest by the GPU's data sheet, for lengths evenly spread up to
-    `max_tokens`. If the sheet or the model's size is unknown, each side gets about half. If there are too few GPUs, return the
-    fewest ranks and 0 actors. With MIG instances, there is only one rank."""
+    """Return the numbers of ranks and of actors in the split that is fastest by the GPU's data sheet, for lengths evenly spread
+    up to `max_tokens`. If the data sheet or the model's size is unknown, ranks and actors get about half of the GPUs each. If
+    there are too few GPUs, return the fewest ranks and 0 actors. With MIG instances, there is only one rank."""
     size, fewest = recipe.actor.engine.tensor_parallel_size, rank_unit(recipe)
     actors = max(1, len(free) // 2 // size)
     if any(device.is_instance for device in free):
@@ -235,7 +235,8 @@ def _fit(recipe: Recipe, model: Model, gpus: Sequence[Device]) -> bool:
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:
     """Remove `number` GPUs from `left` and return their names: a first GPU, GPUs that NVLink connects with it, then others.
-    The first GPU is the one with the fewest links of those with at least `number` - 1; if there is none, that with the most."""
+    Of the GPUs with at least `number` - 1 links, the first GPU is the one with the fewest links. If no GPU has so many links,
+    the first GPU is the one with the most links."""
 
     def order(device: Device) -> tuple[bool, int]:
         links = sum(other.uuid in device.linked for other in left)
@@ -251,7 +252,8 @@ def _take(left: list[Device], number: int) -> tuple[str, ...]:
 def _with_numbers(
     recipe: Recipe, placement: Placement, devices: Sequence[Device], model: Model | None
 ) -> tuple[Recipe, Placement]:
-    """Replace `auto` by numbers. Raises `FieldError` if the numbers, a related field or the model do not fit the GPUs."""
+    """Replace `auto` by numbers. Raises `FieldError` if the GPUs do not suit these numbers, the model or a field such as
+    `trainer.shard_ranks`."""
     known = {device.uuid: device for device in devices}
     changed = numbered(recipe, len(placement.actors), len(placement.trainer))
     trainer = changed.trainer
@@ -283,7 +285,7 @@ def _with_numbers(
 
 
 class _Room(NamedTuple):
-    """An actor's GPU: the shares of memory that vLLM needs and may take, all uses in GiB, and torch's share for a rank."""
+    """An actor's GPU: the shares of memory that vLLM needs and may take, all uses in GiB, and a rank's share; 0 = no rank."""
 
     device: Device
     least: float

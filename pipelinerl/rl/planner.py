@@ -62,7 +62,7 @@ class Machine:
 
 
 def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
-    """Return the mean KV cache tokens of a sequence in progress. Long sequences count more, because they take longer."""
+    """Return the mean number of KV cache tokens of a sequence in progress. Long ones count more, because they take longer."""
     return prompt_tokens + float(lengths.tokens**2 @ lengths.shares) / (2 * lengths.mean)
 
 
@@ -87,7 +87,7 @@ def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: L
 
 
 def longest_prompt(recipe: Recipe) -> int:
-    """Return the tokens that the recipe leaves for a prompt."""
+    """Return the number of tokens that the recipe leaves for a prompt."""
     return recipe.model.max_context - recipe.max_tokens
 
 
@@ -117,7 +117,7 @@ class Plan:
     share: float
     kv_used_gib: float
     conventional: float
-    """Highest tokens/s of conventional mode at the same largest lag, G - 1, with one weight update per phase."""
+    """Highest tokens/s of conventional mode if its largest lag, G - 1, is that of the split. A phase has one weight update."""
     reasons: tuple[str, ...]
     steps: int
 
@@ -314,8 +314,8 @@ def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, upda
 
 
 def _part(num_actors: int, per_step: int, times_smaller: float) -> tuple[int, int]:
-    """Return the numbers of actors and of groups per step of a smaller system, in which these numbers have nearly the ratio
-    `num_actors` : `per_step`. It has 8 groups per step or more, unless `per_step` is below 8."""
+    """Return the numbers of actors and of groups per step of a system that is at most `times_smaller` times smaller. They have
+    nearly the ratio `num_actors` : `per_step`. Unless `per_step` is below 8, there are at least 8 groups per step."""
     least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))
     fewest = min(num_actors, math.ceil(least))
     tried = range(fewest, min(num_actors, fewest + 8) + 1)

@@ -47,7 +47,7 @@ class Timing:
     snapshot: float = 0.0
     """Time to copy new weights, during which the trainer computes nothing."""
     transfer: float = 0.0
-    """Time from the copy until actors swap, while generation and training go on. The swap itself takes no time."""
+    """Time to send new weights to the actors, while generation and training go on. The swap that follows takes no time."""
 
 
 @dataclass
@@ -118,13 +118,13 @@ class _Actor:
     step: float = 0.0
     """`count`: decode steps that were complete at time `since`. `step`: duration of each decode step since then."""
     batch: list[tuple[int, int, int, _Group]] = field(default_factory=list)
-    """Heap of sequences in progress: (last step, tie-breaker, first step, group)."""
+    """Heap of sequences in progress: (last decode step, tie-breaker, first decode step, group)."""
     joining: list[tuple[int, _Group]] = field(default_factory=list)
     """(length, group) of each sequence that begins with the next decode step."""
     samples: deque[tuple[int, _Group]] = field(default_factory=deque)
     """Samples of the most recently taken group that have no slot yet."""
     swaps: tuple[list[int], list[int]] = field(default_factory=lambda: ([0], [0]))
-    """Decode steps at which versions were swapped in, and the versions."""
+    """Two lists: the decode steps at which versions were swapped in, and these versions."""
     to_swap: int | None = None
     wake: int = 0
     """Number of the actor's newest scheduled event. Its earlier events are ignored."""
@@ -148,7 +148,7 @@ class _Run:
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = count()
-        """Numbers of events and sequences, which break ties in the order of creation."""
+        """Serial numbers for events and sequences. In heaps, they break ties in the order of creation."""
         self.waiting: list[tuple[Callable[[], bool], _Process]] = []
 
         self.actors = [_Actor() for _ in range(num_actors)]
@@ -219,7 +219,8 @@ class _Run:
         return actor.since + math.ceil((self.now - actor.since) / actor.step - 1e-9) * actor.step
 
     def _wake(self, actor: _Actor) -> None:
-        """Schedule the actor's next event: a decode step's end if a sequence or version waits for it, else a sequence's end."""
+        """Schedule the actor's next event: the end of the current decode step if a new sequence or version waits for it, else
+        the end of the sequence that finishes first."""
         actor.wake += 1
         if actor.joining or actor.to_swap is not None:
             when = self._next_boundary(actor)
@@ -368,7 +369,8 @@ class _Run:
             self.counted.lag_histogram[version - span.version] += span.end - span.start
 
     def _offer(self) -> _Process:
-        """Send the new version once the previous one is served. In conventional mode, then wait until the new one is served."""
+        """Copy the new weights, wait until actors serve the version that was sent before, and start to send the new version. In
+        conventional mode, also wait until actors serve the new version."""
         yield self.now + self.timing.snapshot
         yield lambda: self.served == self.offered
         self.offered = self.version

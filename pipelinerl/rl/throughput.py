@@ -98,7 +98,7 @@ MOST_STALE = 0.01
 
 def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: float = 1.0) -> int:
     """Return the largest lag of a run whose actors are full. `longest`, `mean`: completion lengths in tokens. By default,
-    the two are equal, which gives the smallest value. In conventional mode, only `conventional_g` counts."""
+    the two are equal, which gives the smallest value. In conventional mode, the result depends only on `conventional_g`."""
     if recipe.mode == "conventional":
         return recipe.algorithm.conventional_g - 1
     in_progress = recipe.samples_in_progress * max(1, num_actors)
@@ -107,8 +107,8 @@ def recipe_lag(recipe: Recipe, num_actors: int, longest: float = 1.0, mean: floa
 
 def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
     """Return an error if `max_lag` is below `lag`, the run's largest lag; otherwise None. With such a limit, the feeder issues
-    too few groups to fill the actors, and sequences are too old when their group is complete. This is also the case with
-    `max_lag_of: mean`."""
+    too few groups to fill the actors, and sequences are too old when their group is complete. Both problems also
+    occur with `max_lag_of: mean`."""
     max_lag = recipe.algorithm.max_lag
     if max_lag is None or lag <= max_lag:
         return None
@@ -120,7 +120,7 @@ def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
 def conventional_rate(
     curve: DecodeCurve, training_time: float, lengths: Lengths, num_sequences: int, num_accelerators: int
 ) -> float:
-    """Return r_conv. All accelerators generate `num_sequences` (K), spread evenly; then all train, with τ = `training_time`."""
+    """Return r_conv, the rate if all accelerators generate `num_sequences` (K) and then all train. `training_time`: τ."""
     # Between two lengths that occur, the number of unfinished sequences does not change.
     unfinished = np.cumsum(lengths.shares[::-1])[::-1] * (num_sequences / num_accelerators)
     decode_steps = np.diff(lengths.tokens, prepend=0)

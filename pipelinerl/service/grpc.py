@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 256 * 1024**2
 STOP_GRACE_S = 5.0
 CONNECTION_AGE_S = 300.0
-"""Seconds after which a client must connect again; running calls continue. The client then finds new servers behind the name,
-and the server presents a renewed certificate."""
+"""Seconds after which a client must connect again; running calls continue. With the new connection, the client finds servers
+that were added under the same host name, and gets the server's renewed certificate."""
 _DETAILS_CHARACTERS = 300
 
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
@@ -40,7 +40,7 @@ Options = Sequence[tuple[str, Any]]
 
 class ErrorBoundary(aio.ServerInterceptor):
     """Convert errors of our handlers to statuses: `UserError` and `MessageError` to INVALID_ARGUMENT, `ServiceError` to
-    FAILED_PRECONDITION, any other error to INTERNAL, with its type and the start of its text. A handler's own abort is kept."""
+    FAILED_PRECONDITION, any other error to INTERNAL with its type. Long texts are cut. A status set by a handler is kept."""
 
     async def intercept_service(
         self,

@@ -42,8 +42,9 @@ _KEEP_ALIVE_S = 75
 
 
 def guard_hosts(app: ASGIApp, host: str, names: Collection[str] = ()) -> ASGIApp:
-    """Refuse requests whose Host header is not the interface `host`, a name of this machine or one of `names`. On
-    loopback, `/healthz` is always answered; elsewhere, all of `PROBED` are. Without `names`, guard only loopback interfaces."""
+    """Return `app` behind a guard that refuses requests whose Host header is not `host`, in `LOCAL_NAMES` or in `names`. On a
+    loopback interface, requests for `/healthz` are not checked; on others, requests for the paths in `PROBED` are not. Without
+    `names`, only a loopback interface is guarded."""
     is_local = host == "localhost"
     with contextlib.suppress(ValueError):  # `host` is a name
         is_local = is_local or ipaddress.ip_address(host).is_loopback

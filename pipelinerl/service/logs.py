@@ -64,8 +64,8 @@ AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Of lines that outsiders can cause at will, let one of each kind through per `AGGREGATE_S`. That line says how many were
-    left out before it. Lines of one kind have the same logger and format string. Lines with a traceback always pass."""
+    """Limits lines that outsiders can cause at will to one of each kind per `AGGREGATE_S`. That line says how many of its kind
+    were left out before it. Lines of one kind have the same logger and format string. Lines with a traceback always pass."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ def is_bus_outage(error: Exception) -> bool:
 
 
 def is_transfer_error(error: Exception) -> bool:
-    """Return whether the weight log may work at the next attempt, because its store is up again or has a newer version."""
+    """Return whether another attempt to write the weight log may succeed, for example because its store is up again."""
     return isinstance(error, TransferError)
 
 

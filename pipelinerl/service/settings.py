@@ -71,8 +71,8 @@ class PolicySettings(BusSettings):
 
     model_dir: str = Field("", description="Folder of the initial policy; empty = as in the recipe (`model`).")
     model_cache: Path | None = None
-    """Folder into which `initial_model` of the trainer or the actor puts a model of source `checkpoint` or `smollm2` before the
-    service starts. Not used with model_dir or other sources. None = these two sources need model_dir."""
+    """Folder into which services.trainer.initial_model or services.actor.initial_model puts a model of source `checkpoint` or
+    `smollm2` before the service starts. Not used with model_dir or other sources. None = these two sources need model_dir."""
     gpu_turn: Path | None = Field(None, description="File whose lock says which process uses the GPU, with `actor.colocate`.")
 
 
@@ -107,7 +107,7 @@ class TrainerSettings(PolicySettings):
     page_key: Path | None = Field(None, description="File with the secret first part of the live page's path. None = no key.")
     pod_namespace: str = Field("", description="Kubernetes namespace of this pod; empty = do not use the API.")
     service_account_dir: Path = Field(Path("/var/run/secrets/kubernetes.io/serviceaccount"))
-    """Folder with the token and the ca.crt that Kubernetes gives this pod."""
+    """Folder with the API token and the ca.crt that Kubernetes gives this pod."""
     actor_selector: str = Field("", description="Labels of the actors' pods, in the form of `kubectl get pods -l`.")
     actor_tls_name: str = Field("", description="Name in the actors' certificates; the trainer calls by IP address.")
     stream_replicas: int = Field(1, ge=1, le=5, description="Number of NATS servers that keep each stream.")

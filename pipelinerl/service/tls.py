@@ -24,7 +24,7 @@ Role = Literal["client", "server"]
 
 @dataclass(frozen=True)
 class Certificates:
-    """Contents of the three files, in PEM."""
+    """Contents of the files `CERTIFICATE`, `KEY` and `CA`, in PEM."""
 
     certificate: bytes = field(repr=False)
     key: bytes = field(repr=False)
@@ -32,8 +32,8 @@ class Certificates:
 
 
 def read_certificates(folder: Path, role: Role) -> Certificates:
-    """Read the files in `folder` and check them for `role`. Raises `FieldError` on `tls_dir` with the file at fault: it cannot
-    be read, or the certificate has expired, does not match the key or is not signed by the CA in `ca.crt`."""
+    """Read the files in `folder` and check them for `role`. Raises `FieldError` on `tls_dir`, with the file's path, if a file
+    cannot be read, or if the certificate has expired, does not match the key or is not signed by the CA in `ca.crt`."""
     found = Certificates(*(read_file(folder / name, "tls_dir") for name in (CERTIFICATE, KEY, CA)))
     try:
         _shake_hands(folder, role)
@@ -80,7 +80,7 @@ class RenewedCertificates:
         self.certificates = read_certificates(folder, role)
 
     def renew(self) -> bool:
-        """Look at the files again and return whether `certificates` changed. Any thread may call it."""
+        """Read the files again if they have changed, and return whether `certificates` is new. Any thread may call it."""
         stamps = _stamps(self.folder)
         if stamps == self._seen:
             return False

@@ -11,7 +11,7 @@ from pipelinerl.episodes import Done, Turn
 
 
 class GuessNumber:
-    """Find a number from 0 to `limit` - 1 in few guesses. The reply `<` or `>`: the number is below or above the guess.
+    """Find a number from 0 to `limit` - 1 in few guesses. The reply `<` or `>` means: the number is below or above the guess.
 
         ?  50  >  75  <  62        a hit, which ends the episode
 

@@ -105,7 +105,7 @@ def _apply(value: int, operation: str) -> int:
 
 
 def in_brackets(operations: Sequence[str], are_set: Sequence[bool]) -> str:
-    """Return an expression that applies `operations` to x. `are_set`: for each, whether to write the brackets that it needs."""
+    """Return an expression that applies `operations` to x. `are_set`: for each operation, whether to write needed brackets."""
     expression = "x"
     for operation, is_set in zip(operations, are_set, strict=True):
         is_sum = "+" in expression.split(")")[-1] or "-" in expression.split(")")[-1]

@@ -70,7 +70,7 @@ def boxes(text: str) -> list[tuple[int, int, str | None]]:
 
 
 def final_answer(reference: str) -> str:
-    """Return the answer that a reference marks, or the whole reference if it marks none."""
+    """Return the answer that a reference marks by `####`, a box or words such as "answer is"; without a mark, all of it."""
     _, mark, last = reference.rpartition("####")
     if mark:
         return (last.strip().splitlines() or [""])[0].strip()

@@ -217,8 +217,8 @@ def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Val
 
 def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
     """Read rows under a header. The separator is `,`, `;`, tab or `|`, whichever gives the first line the most columns. In a
-    .tsv, tab takes precedence. A row's number is that of its first line, because a quoted value may span several lines. Rows
-    without values, columns without a name and spaces after separators are skipped, because spreadsheets write them."""
+    .tsv, tab takes precedence. The number of a row is the number of its first line, as a quoted value may span several lines.
+    Rows without values, columns without a name and spaces after separators are skipped, because spreadsheets write them."""
     csv.field_size_limit(LONGEST_LINE)
     lines = map(_decoded, _lines(path, stream), count(1))
     reader, first = csv.reader(()), 1
@@ -343,7 +343,7 @@ def _commit(config: TaskConfig) -> str | None:
 
 
 def _hub_error(config: TaskConfig, error: Exception) -> UserError:
-    """Return the error for the field whose value caused `error`."""
+    """Return an error that names the recipe field whose value made the library `datasets` raise `error`."""
     from datasets.exceptions import DatasetNotFoundError
 
     said = " ".join(str(error).split())[:300]

@@ -47,13 +47,13 @@ class Problem:
     """Text of the prompt. It is JSON if the prompt is messages or a row for an environment or agent, and a label such as
     `guess, problem 7` if an environment draws the problem from a seed."""
     reference: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values: `answer`, and `row` if a reward may need more of the row. For reasoning-gym, also `dataset`, `entry`."""
+    """JSON values: `answer`, and the whole `row` if a reward may need it. For reasoning-gym, also `dataset` and `entry`."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """The prompt's messages, if the row has a list of OpenAI messages; otherwise empty."""
     place: str = field(default="", compare=False)
     """Where the problem's row is, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
     file: str = field(default="", compare=False)
-    """Path of that file, without a leading `task.path`; empty if `task.path` is the file, and for a generated problem."""
+    """Path of the row's file, without a leading `task.path`; empty if `task.path` is the file, and for a generated problem."""
 
     @property
     def texts(self) -> list[str]:
@@ -108,7 +108,7 @@ def episode_seed(run_seed: int, split: Split, index: int) -> int:
 
 
 class SeededSource:
-    """Problems of an environment, which draws each from an episode's seed. With `verifiers`, split and index select one."""
+    """Problems that an environment draws from the episode's seed. If the source is `verifiers`, split and index select one."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems
@@ -307,7 +307,8 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
     """Return the reference answer, and the whole row if a reward may need more than the texts of prompt and answer. Raises
-    `BadRow` if the row lacks `answer_field`. Conversations and rows for environments and agents may lack the default one."""
+    `BadRow` if the row lacks `answer_field`. A conversation or a row for an environment or agent may lack it if the recipe
+    does not set `answer_field`."""
     answer: dict[str, Any] = {}
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
@@ -432,7 +433,7 @@ def _families() -> Mapping[str, tuple[Any, Any]]:
 
 
 def check_family(family: str) -> None:
-    """Raise `FieldError` if there is no such family. The error suggests similar names."""
+    """Raise `FieldError`, which suggests similar names, if reasoning-gym has no family `family`."""
     families = _families()
     if family not in families:
         near = difflib.get_close_matches(family, families, n=3)

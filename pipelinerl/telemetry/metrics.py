@@ -42,7 +42,7 @@ class BoundedLabels:
 Value = float | None
 """Value of a series; None removes the series."""
 Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
-"""Value of a metric without labels, values by the value of its only label, or values by a tuple of its label values."""
+"""One value if the metric has no labels; otherwise, a mapping from the value of its only label, or from a tuple of values."""
 
 
 class Reading(Collector):
@@ -113,20 +113,20 @@ UNITS = {
     "ratio": "1 (a share)",
     **{unit: unit for unit in ("seconds", "bytes", "tokens", "nats", "steps", "sequences", "groups", "messages", "items")},
 }
-"""Unit by the end of a metric's name."""
+"""Unit of a metric, by the last part of its name."""
 
 _Made = TypeVar("_Made", Counter, Histogram)
 _Collector = TypeVar("_Collector", bound=Collector)
 
 
 class MetricSet:
-    """Makes metrics whose names begin with `prefix` on `registry`. `unit` is needed if the name ends with no key of `UNITS`."""
+    """Makes metrics whose names begin with `prefix` on `registry`. `unit`: needed unless a name ends with a key of `UNITS`."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         self._prefix, self._registry = prefix, registry
 
     def gauge(self, name: str, text: str, labels: Labels | None = None, *, unit: str = "") -> Gauge:
-        """Make a gauge. One without labels is 0 until it is set."""
+        """Make a gauge. A gauge without labels is 0 until it is set."""
         full = self._describe(name, text, labels, unit)
         return Gauge(full, text, tuple(labels or ()), registry=self._registry)
 
@@ -151,7 +151,7 @@ class MetricSet:
         return _with_series(made, labels)
 
     def histogram_of(self, name: str, text: str, buckets: Sequence[float], make: Callable[[str], _Collector]) -> _Collector:
-        """Describe a histogram, and register the collector that `make` returns for its full name."""
+        """Describe a histogram for docs/metrics.md, and register its collector, which `make` returns for the full name."""
         collector = make(self._describe(name, text, None, "", buckets))
         self._registry.register(collector)
         return collector
