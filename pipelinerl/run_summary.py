@@ -248,7 +248,7 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 class RunFiles(ExitStack):
     """Append to the run directory's files, as a context manager. Each line is flushed, so the files of a killed run have all
-    steps. `keep_steps`, in a resumed run: last step that counts. Lines of later steps move to `<name>-undone.jsonl`."""
+    steps. `keep_steps`: last step to keep in a resumed run; later lines move to `<name>-undone.jsonl`. None = a new run."""
 
     def __init__(self, run_dir: Path, keep_steps: int | None = None) -> None:
         super().__init__()

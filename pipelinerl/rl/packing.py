@@ -239,10 +239,10 @@ class _Planner:
         return bins if left or costliest[1] >= costliest[0] else spread
 
     def levelled(self, num_slots: int) -> Slots | None:
-        """Fill one slot after the other, each with the costliest remaining sequences, so that its bins cost about the same. For
-        this purpose, each slot except the last has a level, which is the highest cost that a bin may have: the remaining cost
-        divided by the number of remaining bins, or the cost of the costliest remaining sequence if that is higher. Return None
-        if a slot would be empty or the last slot cannot take all remaining sequences."""
+        """Fill one slot after the other with the costliest remaining sequences, so that the bins of a slot cost about the same.
+        To this end, each slot except the last has a level, the highest cost that its bins may have. The level is the remaining
+        cost divided by the number of remaining bins, or the cost of the costliest remaining sequence if that is higher. Return
+        None if a slot would be empty or the last slot cannot take all remaining sequences."""
         left = _falling(self.cost, range(len(self.lengths)))
         slots: Slots = []
         for slots_left in range(num_slots, 0, -1):

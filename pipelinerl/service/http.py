@@ -42,9 +42,9 @@ _KEEP_ALIVE_S = 75
 
 
 def guard_hosts(app: ASGIApp, host: str, names: Collection[str] = ()) -> ASGIApp:
-    """Return `app` behind a guard that refuses requests whose Host header is not `host`, in `LOCAL_NAMES` or in `names`. On a
-    loopback interface, requests for `/healthz` are not checked; on others, requests for the paths in `PROBED` are not. Without
-    `names`, only a loopback interface is guarded."""
+    """Return `app` behind a guard that refuses requests whose Host header is neither `host` nor in `LOCAL_NAMES` or `names`. On
+    a loopback interface, requests for `/healthz` are not checked; on others, requests for the paths in `PROBED` are not. If
+    `names` is empty, only a loopback interface is guarded."""
     is_local = host == "localhost"
     with contextlib.suppress(ValueError):  # `host` is a name
         is_local = is_local or ipaddress.ip_address(host).is_loopback

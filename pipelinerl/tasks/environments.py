@@ -53,7 +53,7 @@ class Calculator:
         37*24=  [37*24]  888;  #888        with a call
         7*8=    #56                        without one
 
-    A right answer earns 1, minus `cost` for each call. If `calculator` is false, the answer to a call is `?;`.
+    A right answer earns 1, minus `cost` for each call, but at least 0. If `calculator` is false, the reply to a call is `?;`.
     """
 
     def __init__(self, cost: float = 0.2, calculator: bool = True) -> None:
