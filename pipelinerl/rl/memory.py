@@ -186,7 +186,7 @@ def actor_problem(recipe: Recipe, model: Model, memory_gib: float) -> FieldError
 
 
 def share_problem(recipe: Recipe, least: float, most: float, why: str = "") -> FieldError | None:
-    """Return an error if vLLM's share is not between `least` and `most` (see `engine_shares`)."""
+    """Return an error if vLLM's share is not between `least` and `most` (see `engine_shares`). `why`: reason for `most`."""
     given = recipe.actor.engine.gpu_memory_utilization
     if least <= (min(VLLM_SHARE, most) if given is None else given) <= most:
         return None

@@ -295,7 +295,7 @@ class _Room(NamedTuple):
 
 
 def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
-    """Calculate the memory on an actor's GPU. `shared`: a trainer rank uses the GPU as well. With `actor.colocate`, raises
+    """Return how an actor's GPU memory is used. `shared`: a trainer rank uses the GPU as well. With `actor.colocate`, raises
     `FieldError` if the trainer does not fit beside the sleeping engine."""
     total, free, turn = device.total_bytes / GIB, device.free_bytes / GIB, device.free_bytes / GIB - ENGINE_GIB
     if model is None:
