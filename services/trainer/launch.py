@@ -30,7 +30,7 @@ RENDEZVOUS_TIMEOUT_S = 900
 
 
 def launch_ranks() -> int | None:
-    """Run this node's ranks until they end, and return the exit code. Return None for a single rank, which needs no agent."""
+    """Run this node's ranks until they end, and return the exit code. Return None at once if there is only one rank."""
     codes: list[int | None] = []
 
     def launch() -> None:

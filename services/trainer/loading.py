@@ -94,9 +94,9 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
 
 def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None, revision: str = "") -> Learner:
     """Return this rank's learner. All ranks must call this. `source`: folder or hub id of the model. `resume`: folder of the
-    state to continue from; the other ranks use rank 0's. `revision`: that of the pod template; empty outside Kubernetes. Raises
-    `ServiceError` if ranks differ in pipelinerl version, recipe or revision, `FieldError` if the model cannot be trained with
-    this recipe, ranks and memory, and the errors of `restore`."""
+    state to continue from; the other ranks use rank 0's. `revision`: the pod template's revision; empty outside Kubernetes.
+    Raises `ServiceError` if ranks differ in pipelinerl version, recipe or revision, `FieldError` if the model cannot be trained
+    with this recipe, ranks and memory, and the errors of `restore`."""
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)

@@ -250,7 +250,7 @@ class OptimizerLoop:
 
     async def run(self) -> None:
         """Send the first version, train, and evaluate the last version. Raises `ServiceError` after too many consecutive
-        skipped steps, and `FieldError` after a parity failure that ends the run."""
+        skipped steps, and `FieldError` if the first parity probe fails, or a later one with `weights.stop_on_mismatch`."""
         try:
             await self._offer({})
             await self._updater.all_served()
@@ -417,8 +417,9 @@ class OptimizerLoop:
         return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begin to send the current version, unless a measurement delays the commit of an earlier one. In conventional mode,
-        wait until the version is served. `measure`: the caller measures it next, so first wait for a running measurement."""
+        """Begin to send the current version, unless a measurement (evaluation or probe) delays the commit of an earlier one.
+        In conventional mode, wait until the version is served. `measure`: wait for a running measurement before all else,
+        because the caller measures the current version next."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()
@@ -461,7 +462,7 @@ class OptimizerLoop:
             await self._offer(self._carried_s)
 
     def _due(self, every_steps: int) -> bool:
-        """Return whether a measurement every `every_steps` steps (0 = none) is due. Conventional mode skips unsent versions."""
+        """Return whether a measurement every `every_steps` steps is due; 0 = never. Unsent versions are not measured."""
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _check_policy(self) -> None:

@@ -98,7 +98,7 @@ async def check_verifier(address: str, tls_dir: Path | None) -> str:
 
 
 async def check_rights(settings: TrainerSettings) -> str:
-    """Check that the trainer's ServiceAccount has each permission that it needs. The check itself only lists pods."""
+    """Ask the API server whether the trainer's ServiceAccount has each permission that it needs. Only listing pods is tried."""
     kube = in_cluster(settings)
     if kube is None:
         return "kubernetesApi.enabled is false: no permissions are needed"
@@ -142,13 +142,13 @@ async def check_policies(closed: str) -> str:
     if not await answers(closed, CLOSED_S):
         return f"{closed} is closed to this pod"
     raise ServiceError(
-        f"{closed} answers this pod, which no NetworkPolicy allows: use a network plugin that enforces policies, or set "
+        f"{closed} answers this pod, though no NetworkPolicy allows that: use a network plugin that enforces policies, or set "
         "networkPolicy.enabled=false and accept that any process that reaches the pods may call them"
     )
 
 
 def checks(settings: TrainerSettings, options: argparse.Namespace) -> dict[str, Check]:
-    """Return the checks that `options` asks for, by name: first those of parts of the release, then rights and network."""
+    """Return the checks that `options` asks for, by name. Those of rights and network policies come last."""
     trainer = split_host_port(settings.rendezvous)[0]
     found: dict[str, Check | None] = {
         "recipe": partial(check_recipe, settings),

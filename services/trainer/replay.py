@@ -52,7 +52,7 @@ ONE_RANK = ("trainer.nproc=1", "trainer.shard_ranks=0", "trainer.context_paralle
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `pipelinerl replay`, or of `rollback`: `checkpoint` and the version `last`. This module gets them as JSON."""
+    """Options of `pipelinerl replay`, passed here as JSON. `rollback` sets only `checkpoint` and `last`, which is a version."""
 
     first: int | None = None
     last: int | None = None
@@ -76,7 +76,7 @@ class Plan:
 
 
 def digests(run_dir: Path) -> dict[int, str]:
-    """Return the digest of each version in the journal, without steps that a restart undid."""
+    """Return the digest of each version's weights in the journal. Versions that a restart undid are left out."""
     path, findings = run_dir / JOURNAL, Findings()
     counted = (event for _, event, undone in events(path, read_history(path, findings), findings) if undone is None)
     return {event["version"]: event["sha256"] for event in counted if event["event"] == "weights"}
@@ -91,7 +91,7 @@ def nearest_start(run_dir: Path, first: int) -> tuple[int, Path | None]:
 def plan_of(args: Options, run_dir: Path) -> Plan:
     """Return the plan for the user's range or, with `args.checkpoint`, for version `args.last`. Steps that a restart undid
     and that were not repeated are left out. Raises `FieldError` for a range that is not recorded or is reversed,
-    and `ServiceError` if `begin` cannot be read."""
+    and `ServiceError` if the first step to compute cannot be read."""
     known = digests(run_dir)
     recorded = [step for step in recorded_steps(run_dir) if step in known or not known]
     if not recorded:
@@ -230,7 +230,7 @@ def _check_start(policy: PolicyTrainer, version: int, known: Mapping[int, str]) 
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a note for each value of `software` that differs from the run's. Pure."""
+    """Return a note for each value of `software`, except the recipe, that differs from that in the run (`then`). Pure."""
     changed = {name: value for name, value in now.items() if name != "recipe" and then.get(name) != value}
     here = "here, so the digests may differ"
     return [f"note: {name} was {then.get(name)!r} in the run, and is {value!r} {here}" for name, value in changed.items()]

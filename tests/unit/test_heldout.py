@@ -157,7 +157,7 @@ async def test_more_groups_than_fit_into_a_message_are_asked_for_in_several_call
 async def test_answers_of_another_version_do_not_count_and_nobody_to_ask_is_said() -> None:
     result = await evaluate(version=3, a=FakeActor(version=3), b=FakeActor(version=2))
     assert result.overall.accuracy.value == 1.0
-    with pytest.raises(ServiceError, match=r"no held-out problem has a verdict: \{'no answer': 4\}"):
+    with pytest.raises(ServiceError, match=r"held-out problems was scored; answers by reason: \{'no answer': 4\}"):
         await evaluate(version=3, a=FakeActor(version=2))
     with pytest.raises(ServiceError, match=r"\{'no answer': 2\}"):
         await evaluator({}, problems(2)).evaluate(0)

@@ -134,7 +134,7 @@ async def test_checkpoints_that_are_due_and_the_last_one_have_record_and_books_o
 
 async def test_a_failed_evaluation_is_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
     async with bench(tmp_path) as one:
-        failing = AsyncMock(side_effect=ServiceError("no held-out problem has a verdict"))
+        failing = AsyncMock(side_effect=ServiceError("no answer to the tasks' held-out problems was scored"))
         one.run.evaluator.evaluate = failing  # type: ignore[method-assign]
         await one.loop.run()
         assert (failing.call_args_list, one.totals.heldout, one.loop.version) == ([call(0), call(4)], [], 4)

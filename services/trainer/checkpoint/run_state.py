@@ -100,7 +100,8 @@ def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
         write_whole(path, json.dumps(content) + "\n", mode=0o600, durably=True)
         return made
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} does not hold the key of the run's groups: {error!r}; restore or remove the file") from error
+        fix = "restore the file, or remove it to get a new key"
+        raise UserError(f"{path} does not contain the key of the run's group tokens: {error!r}; {fix}") from error
 
 
 RUN_STATE, SEQUENCES = "run.json", "sequences.pb"

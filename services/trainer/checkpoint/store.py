@@ -4,9 +4,9 @@ A folder in the store has a `pipelinerl-manifest.json`, which first marks the mo
 back and compared. Then the manifest gets the size and the SHA-256 of every file. The object `latest` beside the folders names
 the newest complete folder. A folder without a manifest comes from other tools and is not checked. Old models are not deleted.
 
-Training never waits for uploads. A newer checkpoint replaces a waiting one. The files are first linked into another folder,
-because the checkpoint may be removed meanwhile. A restarted trainer uploads the newest checkpoint if it has not yet been
-uploaded. Each attempt has its own thread, because a store may hang.
+Training never waits for uploads. A newer checkpoint replaces a waiting one. A checkpoint's files are first linked into another
+folder, because the checkpoint may be removed before the upload ends. A restarted trainer uploads the newest checkpoint if it
+has not yet been uploaded. Each attempt has its own thread, because a store may hang.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ TRY_S = 4 * 3600
 
 
 class Uploads:
-    """Uploads of one run. An empty `url` disables them. `metrics`: attempts by outcome, and seconds of successful ones."""
+    """Uploads a run's checkpoints; an empty `url` disables this. `metrics`: attempts by outcome, seconds of successful ones."""
 
     def __init__(self, url: str, run_dir: Path, run: str, metrics: tuple[Counter, Histogram]) -> None:
         self._root = f"{url.rstrip('/')}/{run}/{CHECKPOINTS}" if url else ""

@@ -126,7 +126,7 @@ class Evaluator:
         self.probe: TokenIds = np.random.default_rng(recipe.seed).integers(0, vocab_size, num_tokens, dtype=np.int32)
 
     async def evaluate(self, version: int) -> HeldoutResult:
-        """Evaluate `version`. No later version may be committed meanwhile. Raises `ServiceError` if no answer can be judged."""
+        """Evaluate `version`. No later version may be committed meanwhile. Raises `ServiceError` if no answer was scored."""
         with root("evaluation", attributes={a.VERSION: version}) as span:
             return self._result(version, await self._answers(version, trace_of(span)))
 
@@ -219,7 +219,10 @@ class Evaluator:
                 sets[name] = replace(accuracy, reported=reported)
         overall = accuracy_of(problem for name in self._recipe.mixture for problem in by_set.get(name, ()))
         if overall is None:
-            raise ServiceError(f"no held-out problem has a verdict: {by_reason}")
+            raise ServiceError(
+                f"no answer to the tasks' held-out problems was scored; answers by reason: {by_reason}. If most are "
+                "'no answer', check the actors or raise evaluation.timeout_s; docs/errors.md explains the other reasons"
+            )
         if by_reason:
             log.warning("held-out accuracy of version %d leaves out answers, by reason: %s", version, by_reason)
         num_tokens = sum(answer.num_episode_tokens for answer in answers.values())
@@ -281,12 +284,15 @@ class Parity:
 
 
 def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[float, float]:
-    """Return how much of the change from `base` to `trained` is in `served` (1 = all), and the error due to rounding. Pure.
+    """Return which share of the change from `base` to `trained` is in `served` (1 = all), and the error due to rounding. Pure.
 
-    The share is the slope of served − base over trained − base. Its error is the sum of two parts. The first is six standard
-    errors of the slope. The residual of each token uses the slope of all other tokens, so that no single token decides. The
-    second part is twice Σ residual² / Σ change², because rounding in `trained` biases the slope towards 0. The error is
-    infinite if nothing has changed, or if one token contributes more than a quarter of Σ change².
+    The share is the slope of a least-squares line through the origin. The line has a point (c, served − base) for each token,
+    where c = trained − base. r is the point's residual from the line through all other points. The error has two terms:
+
+        6 √(Σ c² r²) / Σ c²     six standard errors of the slope (HC3)
+        2 Σ r² / Σ c²           covers the bias of the slope towards 0, which rounding in `trained` causes
+
+    If c is 0 for all tokens, or one token has more than a quarter of Σ c², the result is the share 1 with an infinite error.
     """
     change, off = trained.astype(np.float64) - base, served.astype(np.float64) - trained
     size = float(change @ change)

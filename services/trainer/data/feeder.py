@@ -1,4 +1,4 @@
-"""Issue as many prompt groups as the staleness bound and the freshness limit allow, and tokenise problems into prompts.
+"""Issue as many prompt groups as the limits on lag and on samples in flight (`IssueBounds`) allow. Tokenise the prompts.
 
 The limits are checked after a new version, a change of the actors, a lost group, the arrival of a sequence, or the start of an
 optimizer step. A group enters the ledger before it is published, so no unknown sequence can arrive. Its number is reserved
@@ -131,7 +131,7 @@ class Feeder:
         self.look_again()
 
     def take_figures(self) -> dict[str, Any]:
-        """Return a step record's figures about sequences. `ended_by_length` counts sequences that ended since the last call."""
+        """Return a step record's figures about sequences. `ended_by_length`: those trained or stale since the last call."""
         tracker, room = self.tracker, self.room
         return {
             "in_flight": room.in_flight,
@@ -159,10 +159,10 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Take over the groups of an earlier incarnation, which reserved all numbers below `reserved`. The caller must not have
-        read the log yet. All groups up to the last one on a stream are opened here; `run` opens later ones. Opened groups that
-        are on no stream are published again, with message ids that end with `name`. Return the number of these groups.
-        `prompts`, `arrived`: results of `scan_in_flight`."""
+        """Take over the groups of an earlier incarnation, which reserved all numbers below `reserved`. Call this before reading
+        the log. Open all groups up to the last one on a stream; `run` opens later ones. Publish those open groups again that
+        are on no stream, with message ids that end with `name`, and return their number. `prompts`, `arrived`: results of
+        `scan_in_flight`."""
         named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
         last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)
         while self.next_group <= last:

@@ -120,7 +120,7 @@ class Intake:
         self.quarantine = Quarantine(recipe.weights.verify_logprobs)
 
     async def run(self) -> None:
-        """Read the log until cancelled. Raises `UserError` if too many consecutive groups are lost."""
+        """Read the stream SEQUENCES until cancelled. Raises `UserError` if too many consecutive groups are lost."""
         async with AsyncExitStack() as stack:
             entries = await retry_forever(
                 lambda: stack.enter_async_context(self._bus.read_sequences(self.position + 1)), "read the sequences"
@@ -134,7 +134,7 @@ class Intake:
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
-        """Return the groups of the step that starts from `version`. In conventional mode, wait for its whole phase first."""
+        """Return the groups of the step that starts from `version`. In conventional mode, first wait for all of its phase."""
         num_groups, grown = groups.groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             async with self._changed:

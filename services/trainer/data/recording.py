@@ -100,7 +100,7 @@ def read_step(run_dir: Path, step: int) -> RecordedStep:
 
 
 def to_table(recorded: RecordedStep) -> pa.Table:
-    """Return one row for each branch. Pure."""
+    """Return the step as a table with one row for each branch. Pure."""
     import pyarrow as pa
 
     pairs = [pair for group in recorded.groups for pair in zip(group.sequences, group.advantages.tolist(), strict=True)]

@@ -72,7 +72,7 @@ class HostMicroBatch:
     behaviour_logprobs: NDArray[np.float32]
     """[C]: log μ, nats."""
     advantages: NDArray[np.float32]
-    """[C]: advantage of the token's sequence."""
+    """[C]: advantage of the token's sequence; with a learned baseline, the sequence's return."""
     weights: NDArray[np.float32]
     """[C]: the token's factor in the loss (`sequence_weights`)."""
     branch_index: NDArray[np.int64]

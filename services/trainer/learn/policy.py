@@ -1,8 +1,10 @@
 """A Hugging Face causal language model that scores chosen tokens of a packed row: log-probabilities, entropies and values.
 
-`Policy.forward` calls backbone, output head and value head, because FSDP gathers sharded weights when a module's `forward`
-begins. Logits are computed only at sampled positions. With a plain linear head, this module computes the logits in blocks. Each
-block has the logits of all tokens for a range of the vocabulary. The backward pass computes blocks again, unless one block has
+`Policy.forward` calls backbone, output head and value head. With sharded weights, no other code may call them, because FSDP
+gathers the heads' weights only when `forward` begins.
+
+Logits are computed only at sampled positions. With a plain linear output head, this module computes them in blocks: a block has
+the logits of all tokens for a range of the vocabulary. The backward pass computes each block again, unless a single block has
 the whole vocabulary. A model with another head, or with soft-capped or scaled logits, computes its logits itself.
 
 Not supported: a sharded vocabulary, gradients of gradients, top-p and top-k. Training data must be sampled without top-p and
@@ -32,7 +34,7 @@ MAX_LOGITS = 2**25
 MAX_LOGITS_ON_GPU = 2**27
 """`MAX_LOGITS` for GPUs: 512 MiB per block, for fewer and larger kernels."""
 ALIGNED_WORDS = 128
-"""A larger block is reduced to a multiple of this number of vocabulary entries, for faster GPU kernels."""
+"""If a block has more vocabulary entries than this, they are rounded down to a multiple of it, for faster GPU kernels."""
 PROBE_LENGTHS = (7, 5)
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -279,7 +281,7 @@ class Head:
     weight: Tensor
     bias: Tensor | None
     targets: Tensor
-    """int64[C]"""
+    """int64[C]: the vocabulary entry that is scored at each token."""
     temperature: float = 1.0
     max_logits: int | None = None
     """Maximum number of logits in a block; None = `MAX_LOGITS`, on a GPU `MAX_LOGITS_ON_GPU`."""
@@ -381,7 +383,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class _LinearScores(torch.autograd.Function):
     """`linear_scores` with its gradient: d loss / dz = −g · dp − h · p · (log p + entropy). z: logits divided by the
-    temperature. g, h: gradients of log-probabilities and entropies. dp: p − 1 for the target, p for all others."""
+    temperature. p = softmax(z). dp: p − 1 for the target, p for all others. g = d loss / d log-probability of the target,
+    h = d loss / d entropy."""
 
     @staticmethod
     def forward(
@@ -431,8 +434,11 @@ def _gradient(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return −p · (g + h · (log p + entropy)) [C, words] in `dtype`, with `of_target` [C] added at `index` [C]. `spread`: h and
-    entropy; None if entropy has no gradient. `out`: memory for the result, which may be `logits`; None in compiled code."""
+    """Return the gradient of `_LinearScores` for a block's logits, [C, words] in `dtype`: −p · (g + h · (log p + entropy)),
+    with `of_target` added at `index`. log p = `logits` − `log_normaliser`. `g` and h [C] have been divided by the temperature,
+    so the result is the gradient of the undivided logits. `index` [C]: the target's index in the block. `of_target` [C]: g, or
+    0 if the block lacks the target. `spread`: h and entropy; None if entropy has no gradient. `out`: memory for the result,
+    which may be `logits`; None in compiled code."""
     log_p = torch.sub(logits, log_normaliser[:, None], out=out)
     if spread is None:
         wide = torch.mul(torch.exp(log_p, out=out), -g[:, None], out=out)

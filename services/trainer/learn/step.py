@@ -1,7 +1,7 @@
-"""The learner takes optimizer steps on this rank's share, together with the learners of the other ranks.
+"""The learner takes optimizer steps on this rank's share of a batch, together with the learners of the other ranks.
 
-A step is planned and packed once, in NumPy. Token weights depend on the whole step, so losses and gradients of all shares add
-up to those of a single rank. Rank 0's learner sends its actions to the other ranks as orders, which `worker.py` executes.
+Rank 0 plans and packs each step, in NumPy. A token's weight in the loss depends on the whole step, so losses and gradients of
+all shares add up to those of a single rank. Rank 0 sends its actions to the other ranks as orders, which `worker.py` executes.
 Devices are idle between two steps. To keep this time short, batches are sent during the previous step, and ranks return only
 statistics of their tokens. The caller counts versions and handles the sequences of a skipped step.
 """

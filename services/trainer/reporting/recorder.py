@@ -52,7 +52,7 @@ SAMPLES_READ = 256
 
 
 class Recorder:
-    """Records a run. Call `watch` before any event."""
+    """Records the events of a run. Call `watch` before the first event."""
 
     def __init__(
         self,
@@ -256,8 +256,8 @@ class Recorder:
             await asyncio.sleep(PAGE_STATE_EVERY_S)
 
     async def _examine(self) -> None:
-        """Update the findings from the run's files, in a thread. The journal, by far the longest file, is not read. Errors are
-        only logged, because they must not end the run."""
+        """Update the doctor's findings from the run's files, in a thread. The journal, by far the longest file, is not read.
+        Errors are only logged, because they must not end the run."""
         try:
             reasons = {outcome.value: dict(self._view().ledger.reasons(outcome)) for outcome in Outcome}
             found = await asyncio.to_thread(examine_run, self._files.run_dir, self._recipe, reasons, is_running=True)

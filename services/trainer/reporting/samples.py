@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 Sample = dict[str, Any]
 """One object of samples.jsonl. docs/run-directory.md documents its keys."""
 MOST_TOKENS = 1024
-"""Maximum number of sampled tokens of a sample whose texts and importance weights are listed one by one."""
+"""A sample lists the text and the importance weight of its first sampled tokens, at most this number."""
 MOST_WITH_TOKENS = 500
 """Approximate number of steps per run whose samples have tokens (up to 20 KB each). Other samples take 1 to 4 KB."""
 

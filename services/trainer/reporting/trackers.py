@@ -302,13 +302,13 @@ def recipe_params(recipe: Recipe) -> dict[str, str | int | float | bool]:
 
 
 def open_tracker(name: str, run: TrackedRun) -> Tracker:
-    """Return the tracker with this `name` in the recipe. Raises `MissingPackage` if its library cannot be imported."""
+    """Open the run at the tracker `name`, as the recipe names it. Raises `MissingPackage` if its library cannot be imported."""
     clients: dict[str, Callable[[TrackedRun], Tracker]]
     clients = {"tensorboard": TensorBoardTracker, "mlflow": MlflowTracker, "wandb": WandbTracker}
     try:
         return clients[name](run)
     except ImportError as error:
-        raise MissingPackage(f"{error}; pip install 'pipelinerl[{name}]', or leave it out of trackers") from error
+        raise MissingPackage(f"{error}; pip install 'pipelinerl[{name}]', or remove {name} from trackers") from error
 
 
 def kept_id(run_dir: Path, tracker: str, make: Callable[[], str]) -> str:
