@@ -167,7 +167,8 @@ def _saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         return {name: tuple(getattr(entry, "size", ())) for name, entry in found.items()}
     except Exception as error:  # any error that a corrupt pickle may cause
-        raise ServiceError(f"the state in {folder} is damaged: its .metadata does not load ({error!r})") from error
+        fix = "Restore the checkpoint, or remove it to resume from another one"
+        raise ServiceError(f"the state in {folder} is damaged: its .metadata does not load ({error!r}). {fix}") from error
 
 
 def _check_same(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], folder: Path) -> None:

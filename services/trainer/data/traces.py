@@ -1,6 +1,6 @@
 """The trainer's trace spans: issue, receipt and end of each sequence, and one span per optimizer step.
 
-A group's trace begins when the group is issued. After a restart, sequences that had arrived before it get no end span.
+A group's trace begins when the group is issued. A sequence that arrived before a restart of the trainer gets no end span.
 """
 
 from __future__ import annotations

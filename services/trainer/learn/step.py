@@ -155,7 +155,7 @@ class Learner:
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
         """Return a plan, and how many slots at its start need no backward pass. A slot is one micro-batch per rank. `silent`:
-        branches without a gradient."""
+        mask of the branches without a gradient."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
