@@ -208,7 +208,7 @@ class RunTrackers:
                 tracker.end(lambda to: to.end(last_step, flat({"summary": summary}), finished=finished))
 
     async def close(self) -> None:
-        """Wait for unsent points, at most until `end`'s time limit. Without an earlier `end`, the run counts as stopped early."""
+        """Wait for unsent points, for a limited time. Without an earlier `end`, the run counts as stopped early."""
         self.end({}, finished=False)
         assert self._abandon_at_s is not None
         within_s = max(0.0, self._abandon_at_s - time.monotonic())
