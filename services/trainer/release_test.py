@@ -54,7 +54,7 @@ async def check_volume(settings: TrainerSettings) -> str:
 
 
 async def check_nats(settings: TrainerSettings, credentials: Path | None) -> str:
-    """Check a login (the trainer's or an actor's), and the streams that the trainer has created."""
+    """Check that a login (the trainer's or an actor's) works, and that the trainer has created the run's streams."""
     async with connect(
         settings.nats_url,
         settings.run,

@@ -123,7 +123,7 @@ class RunState:
     """Position of the last message read from SEQUENCES; `NOTHING_THERE` if no message on the streams belongs to this state."""
     held: HeldSequences
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """Figures that the recorder, the intake and the optimizer loop continue after a restart."""
+    """Counts and totals with which the recorder, the intake and the optimizer loop continue after a restart."""
 
     def save(self, folder: Path) -> None:
         """Write `run.json` and `sequences.pb` into `folder`. The caller must sync them to disk."""

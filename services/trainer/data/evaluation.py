@@ -164,7 +164,7 @@ class Evaluator:
         return done
 
     def _request(self, asked: Iterable[int], version: int) -> tuple[actor_pb2.GenerateRequest, dict[str, int]]:
-        """Return a request for as many of the `asked` answers as one call can have, and these answers' numbers by group id."""
+        """Return a request for as many of the `asked` answers as fit into one call, and these answers' numbers by group id."""
         request, numbers, num_bytes = actor_pb2.GenerateRequest(), dict[str, int](), 0
         for number in asked:
             group = self._group(number, version)
