@@ -152,8 +152,8 @@ async def measure_control(members: int, processes: int, updates: int, profile: b
 async def measure_newcomers(newcomers: int, processes: int) -> dict[str, Any]:
     """One row: copies that rank 0 sends when `newcomers` join a run with one member at once, and until all of them serve."""
     row: dict[str, Any] = {"members": newcomers + 1, "newcomers": newcomers}
-    for kind, most in (("", membership.MOST_IN_GROUP), ("_alone", 1)):
-        with patch.object(membership, "MOST_IN_GROUP", most):
+    for kind, most in (("", membership.MOST_IN_SIDE_GROUP), ("_alone", 1)):
+        with patch.object(membership, "MOST_IN_SIDE_GROUP", most):
             sent, seconds = await join_at_once(newcomers, processes)
         row |= {f"copies{kind}": round(sent / MANIFEST.total_bytes, 2), f"all_joined{kind}_s": round(seconds, 3)}
     return row

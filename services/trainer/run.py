@@ -117,8 +117,8 @@ class TrainingRun:
                     if finished and self._settings.linger:
                         await self._linger(stop)
                     elif finished:
-                        lacking = "its last checkpoint is not uploaded yet; pipelinerl run --resume uploads it"
-                        await _wait_at_end(unless_stopped(self.uploads.all_done(), stop), LAST_UPLOAD_S, lacking)
+                        unfinished = "its last checkpoint is not uploaded yet; pipelinerl run --resume uploads it"
+                        await _wait_at_end(unless_stopped(self.uploads.all_done(), stop), LAST_UPLOAD_S, unfinished)
                     await self.loop.dismiss(DISMISS_S)
                 finally:
                     self.loop.close()
@@ -166,12 +166,12 @@ class TrainingRun:
             await asyncio.to_thread(note_training_began, self._settings.run_dir, began_s)
             await self.loop.run()
             if self.updater.log is not None:  # wait, so that a later run can start from the last version
-                lacking = "weights.log lacks the last version: its store did not accept that version in time"
-                await _wait_at_end(self.updater.log.all_announced(), LAST_ANNOUNCEMENT_S, lacking)
+                unfinished = "weights.log lacks the last version: its store did not accept that version in time"
+                await _wait_at_end(self.updater.log.all_announced(), LAST_ANNOUNCEMENT_S, unfinished)
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Wait for the actors. After a timeout, wait again if `linger` is set or one is starting; else raise `ServiceError`."""
+        """Wait for the actors. On timeout, wait again if `linger` is set or an actor is starting; else raise `ServiceError`."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:
@@ -239,7 +239,7 @@ class TrainingRun:
                 await asyncio.sleep(LOAD_EVERY_S)
 
     async def _ask_load(self, name: str, address: str, loads: dict[str, ActorState]) -> None:
-        """Update the actor's entry in `loads` until cancelled. After an error, remove it and open a new channel."""
+        """Update the actor's entry in `loads` until cancelled. After an error, remove the entry and open a new channel."""
         while True:
             try:
                 async with self._calls_to(name, address) as stub:
@@ -276,18 +276,18 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
     return True
 
 
-async def _wait_at_end(work: Coroutine[Any, Any, None], most_s: float, lacking: str) -> None:
-    """Wait for `work` at most `most_s` seconds. `lacking`: what to log as missing if this takes longer or is stopped."""
+async def _wait_at_end(work: Coroutine[Any, Any, None], most_s: float, unfinished: str) -> None:
+    """Wait for `work` at most `most_s` seconds. If it takes longer or is stopped, log the error `unfinished`."""
     try:
         async with asyncio.timeout(most_s):
             await work
     except (StartStopped, TimeoutError):
-        log.error("the run ends, but %s", lacking)
+        log.error("the run ends, but %s", unfinished)
 
 
 async def watch_actor_pods(settings: TrainerSettings, updater: WeightUpdater) -> None:
-    """Until cancelled, remove an actor as soon as its pod ends or is deleted. Return at once outside Kubernetes or without a
-    selector. If the API cannot be used, warn, keep trying, and rely on heartbeats meanwhile."""
+    """Until cancelled, remove an actor as soon as its pod ends or is deleted. Return at once outside Kubernetes or if
+    `actor_selector` is empty. If the API cannot be used, warn, keep trying, and rely on heartbeats meanwhile."""
     client = in_cluster(settings)
     if client is None:
         return

@@ -26,7 +26,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CPU_SLACK_S = 5
 _CLEARING_PASSES = 100
 MOST_PROCESSES, MOST_THREADS = 64, 512
-"""Limits of a sandboxed reward worker or episode. A program has only the second limit. Simultaneous starts may exceed both."""
+"""Limits of a sandboxed reward worker or episode. A model's program in a sandbox cannot start processes, so it has only the
+limit of threads. Simultaneous starts may exceed both limits."""
 _RECEIVE_CALL, _ANSWER_CALL = 0xC0502100, 0xC0182101
 """SECCOMP_IOCTL_NOTIF_RECV and SECCOMP_IOCTL_NOTIF_SEND. Their structures have 80 and 24 bytes."""
 _GO_ON = 1

@@ -321,7 +321,8 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
                     sys.stderr.buffer.flush()
                     del text[:-MESSAGE_CHARACTERS]
                 elif len(text) > _MOST_ANSWER_BYTES:
-                    raise EpisodeFailed(f"the agent's answer has more than {_MOST_ANSWER_BYTES} bytes; log to standard error")
+                    problem = f"the agent printed more than {_MOST_ANSWER_BYTES} bytes to standard output"
+                    raise EpisodeFailed(f"{problem}; print only the answer there, and logs to standard error")
     program.wait()
     os.close(ended)
     return printed.decode(errors="replace"), complained.decode(errors="replace")

@@ -51,7 +51,7 @@ NOT_FORKED = -(1 << 31)
 WAITS, WORKS = b"W", b"E"
 """Frames that an episode sends when it begins to wait for the policy, and when its environment works again."""
 JUDGE = b"J"
-"""Prefix of an answer for a judge. No serialized result begins with this byte."""
+"""First byte of a frame with an answer for a judge. No serialized result begins with this byte."""
 
 
 def _prepared(recipe: Recipe) -> Callable[[Connection, Connection], int]:
@@ -108,7 +108,7 @@ class Template:
             return True
         try:
             if not descriptors:
-                raise OSError(errno.EMFILE, "no descriptor is left for its socket")
+                raise OSError(errno.EMFILE, "this process has no free file descriptor for the episode's socket")
             if (pid := os.fork()) == 0:
                 self._become_episode(descriptors[0])
             self._await_end(pid, number)

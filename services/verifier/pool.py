@@ -225,7 +225,7 @@ class WorkerGone(Exception):
 
 async def read_frame(reader: asyncio.StreamReader, within_s: float, most_bytes: int) -> bytes:
     """Return the next frame. Raises `TimeoutError`, `WorkerGone` for a frame above `most_bytes`, and `IncompleteReadError` or
-    `ConnectionError` if the stream ends early. A frame that arrived in time is accepted even if it is read late."""
+    `ConnectionError` if the stream ends early. A frame that arrived in time is accepted even if this process reads it late."""
 
     async def read() -> bytes:
         (length,) = FRAME_LENGTH.unpack(await reader.readexactly(FRAME_LENGTH.size))

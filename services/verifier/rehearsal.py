@@ -5,8 +5,9 @@ pairs of a completion and the answer that the reward must find in it ("" = any a
 completions in order. It stops when scoring fails, or when the reward finds the required answer.
 
 The output is lines of JSON. Before an item is scored, a line gives its index as `calling`. If scoring stopped at a form, a
-line with that form's result follows. Its reward has only the terms for the answer, not those for format and length. If an
-item times out or ends its worker, later items of its task are skipped. If no worker starts, the output is `{"problem": "..."}`.
+line with that form's result follows. The result's reward has only the terms for the answer, not those for format and length.
+If an item times out or ends its worker, later items of its task are skipped. If no worker starts, the output is
+`{"problem": "..."}`.
 """
 
 from __future__ import annotations

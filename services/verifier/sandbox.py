@@ -190,7 +190,7 @@ _CONNECT_TCP = 2
 _LEAST, _SCOPED = 3, 6
 """First Landlock versions that can forbid truncating readable files (3), and sending signals out of the sandbox (6)."""
 _SCOPES = 3
-"""Flags that forbid signals and connections over abstract sockets to processes outside."""
+"""Landlock flags that forbid signals, and connections over abstract sockets, to processes outside the sandbox."""
 
 
 def _call(number: int, *arguments: object) -> int:
@@ -421,7 +421,7 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
             socket.send_fds(inside, [b"."], [listener])
         os.close(listener)
     except OSError as error:
-        raise NoSandbox(f"it cannot be set up: {error}") from error
+        raise NoSandbox(f"a system call failed while the sandbox was set up: {error}") from error
 
 
 @cache
@@ -440,7 +440,7 @@ def confinement_missing() -> str:
 
 @cache
 def _listener_refusal() -> str:
-    """Return why this process cannot have a seccomp listener; empty if it can. Linux allows a thread only one."""
+    """Return why this process cannot add a seccomp listener; empty if it can. Linux allows only one listener per thread."""
 
     def listen() -> None:
         _give_up_privileges()

@@ -9,10 +9,10 @@ from pipelinerl.kube.client import PodEnd
 from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serving, Staged
 from services.trainer.weight_sync import coordinator as c
 from services.trainer.weight_sync.membership import (
-    MOST_AT_ONCE,
-    MOST_IN_GROUP,
+    MOST_IN_SIDE_GROUP,
     MOST_REMEMBERED,
-    MOST_RESTED,
+    MOST_SIDE_GROUPS,
+    MOST_WAIT_HEARTBEATS,
     MemberChange,
     Roster,
 )
@@ -415,19 +415,19 @@ def test_a_side_group_ends_with_its_process_and_when_the_epoch_takes_it() -> Non
 
 def test_newcomers_share_a_side_group_and_one_that_leaves_it_does_not_end_it() -> None:
     run = Run(A)
-    crowd = [c.Member(f"c{number}", f"p{number}") for number in range(MOST_IN_GROUP + 1)]
+    crowd = [c.Member(f"c{number}", f"p{number}") for number in range(MOST_IN_SIDE_GROUP + 1)]
     assert run.up(*crowd) == ([], [" ".join(member.process for member in crowd[:-1])])
-    assert run.up() == ([], [f"p{MOST_IN_GROUP}"]), "beside the first group"
+    assert run.up() == ([], [f"p{MOST_IN_SIDE_GROUP}"]), "beside the first group"
     gone(run.roster, "c1")
     assert run.up(c.Member("c2", "again")) == (["c1", "c2"], ["again"])
-    assert [len(side) for side in run.sides] == [MOST_IN_GROUP - 2, 1, 1]
+    assert [len(side) for side in run.sides] == [MOST_IN_SIDE_GROUP - 2, 1, 1]
     run.up(c.Member("late", "p"))
-    assert (len(run.sides), run.up(c.Member("later", "p"))) == (MOST_AT_ONCE, ([], []))
+    assert (len(run.sides), run.up(c.Member("later", "p"))) == (MOST_SIDE_GROUPS, ([], []))
 
 
 def test_actors_that_failed_get_side_groups_of_their_own_and_leave_one_to_newcomers() -> None:
     run = Run(A)
-    failing = [c.Member(f"f{number}", f"p{number}") for number in range(MOST_AT_ONCE + 1)]
+    failing = [c.Member(f"f{number}", f"p{number}") for number in range(MOST_SIDE_GROUPS + 1)]
     assert len(run.up(*failing)[1]) == 1
     for member in failing:
         run.side_fails(member)
@@ -452,7 +452,7 @@ def test_whoever_was_put_out_is_tried_again_less_and_less_often_until_it_serves(
         while not run.up(B)[1]:
             beats[-1] += 1
         run.side_fails(B)
-    assert beats == [1, 2, 4, 8, MOST_RESTED, MOST_RESTED, MOST_RESTED]
+    assert beats == [1, 2, 4, 8, MOST_WAIT_HEARTBEATS, MOST_WAIT_HEARTBEATS, MOST_WAIT_HEARTBEATS]
     while not run.up(B)[1]:
         pass
     run.side_serves(B, 4)

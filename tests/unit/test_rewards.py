@@ -163,7 +163,7 @@ def of_code(row: dict[str, Any], answer: str, **config: Any) -> Score:
         ({"tests": {"fn_name": "add", "inputs": [[2, 3], [[1], [2]]], "outputs": [[5], [1, 2]]}}, FUNCTION, 0.5, "5, not [5]"),
         ({"tests": ["assert add(2, 3) == 5", "assert add(2, 3) == 6"]}, FUNCTION, 0.5, "test 2 of 2: AssertionError"),
         ({"tests": "def check(candidate):\n    assert candidate(2, 3) == 5", "entry_point": "add"}, FUNCTION, 1.0, ""),
-        ({"tests": ["assert add(2, 3) == 5"]}, "raise SystemExit(0)", 0.0, "it ends too soon"),
+        ({"tests": ["assert add(2, 3) == 5"]}, "raise SystemExit(0)", 0.0, "after its early exit, the program does not"),
         ({"tests": ["assert add(2, 3) == 5"]}, "import os; os._exit(0)", 0.0, "ends too soon"),
     ],
 )

@@ -65,7 +65,7 @@ class MembersLeaving:
     """These processes are shutting down or have ended. The process "" means any process of the actor.
 
     `still_running`: the processes can finish a running transfer, but their answers are no longer awaited. A second event
-    reports their end, because the transfer may then wait for their ranks in vain. `cause`: None for an orderly departure.
+    reports their end, after which a transfer that needs their ranks cannot finish. `cause`: None for an orderly departure.
     """
 
     members: tuple[Member, ...]
@@ -97,8 +97,8 @@ class VersionReady:
 
 @dataclass(frozen=True)
 class ServedFromLog:
-    """`version` is the newest that a reader of the weight log serves. If the epoch has no members, an update to this or
-    an older version then ends."""
+    """`version` is the newest version that any reader of the weight log serves. If the epoch has no members, this event ends
+    the update to this or an older version."""
 
     version: int
 
@@ -131,7 +131,7 @@ Event = MembershipEvent | VersionReady | ServedFromLog | HoldCommits | TransferF
 
 @dataclass(frozen=True)
 class FormGroup:
-    """An epoch begins. Without members, its version waits until an actor registers, or serves it from the weight log."""
+    """An epoch begins. Without members, its version waits until an actor registers or a reader of the weight log serves it."""
 
     epoch: int
     members: tuple[Member, ...]
@@ -174,7 +174,7 @@ _WAITED_FOR: dict[Phase, type] = {Phase.FORMING: EpochJoined, Phase.SENDING: Sta
 
 
 class Coordinator:
-    """State machine of one group. `epochs`: numbers for further epochs, shared by all coordinators of a run."""
+    """State machine of one group. `epochs` yields the numbers of new epochs; all coordinators of a run share it."""
 
     def __init__(self, epochs: Iterator[int] | None = None) -> None:
         self._epochs = itertools.count(1) if epochs is None else epochs
@@ -206,12 +206,14 @@ class Coordinator:
         return self.phase is not Phase.IDLE and self._held_above is not None and self.version > self._held_above
 
     def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
-        """Return how many seconds after its start the phase counts as stuck or too slow, if no further answer arrives.
+        """Return the phase's maximum duration in seconds; each further answer may change it.
 
-        While the trainer sends, the phase may last `limit_s`. Otherwise it may last until `deadline_s` after the last answer
-        (or after its start), but not beyond `limit_s` after the first answer. Once more than half of the trainer and members
-        have answered, a second limit applies: `SLOW` times the median of `answers_s`, but at least `deadline_s`. `answers_s`:
-        seconds from the phase's start to each answer.
+        While the trainer sends, the maximum is `limit_s`. Otherwise it follows from `answers_s`, the seconds from the phase's
+        start to each answer so far:
+
+        - before the first answer: deadline_s
+        - after it: min(latest answer + deadline_s, first answer + limit_s)
+        - once more than half of all (members and trainer) have answered: also at most max(deadline_s, SLOW * median answer)
         """
         if self.phase is Phase.SENDING and TRAINER not in self.answered:
             return limit_s

@@ -56,10 +56,11 @@ class UpdateObserver(Protocol):
 MEMBER_STATES = ("serving", "joining", "waiting", "leaving")
 """`joining`: in a side group, or reading its first version from the weight log. `waiting`: the actor serves no version or an
 old one. `leaving`: it is shutting down."""
-MOST_AT_ONCE = 4
-"""Maximum number of side groups. One of them is reserved for newcomers."""
-MOST_IN_GROUP = 64
-MOST_RESTED = 16
+MOST_SIDE_GROUPS = 4
+"""Maximum number of side groups at the same time. One of them is reserved for newcomers."""
+MOST_IN_SIDE_GROUP = 64
+"""Maximum number of newcomers in one side group."""
+MOST_WAIT_HEARTBEATS = 16
 """Maximum number of heartbeats to wait before a failing actor may join a group again."""
 
 
@@ -72,7 +73,7 @@ class _Registered:
     """True after the actor's arrival was reported, until its departure is reported."""
     failures: int = 0
     """Consecutive failures, in epochs or on side groups."""
-    rest: int = 0
+    wait_heartbeats: int = 0
     """Number of heartbeats until a failed actor may join a group again; 0 = at once."""
 
 
@@ -93,7 +94,7 @@ class Roster:
         if known is None:
             self._actors[member.actor] = self._behind[member.actor] = _Registered(member)
         else:
-            known.member, known.rest = member, max(known.rest - 1, 0)
+            known.member, known.wait_heartbeats = member, max(known.wait_heartbeats - 1, 0)
 
     def gone(self, actor: str, epoch: int, version: int, reason: str, *, left: bool) -> list[MemberChange]:
         """Remove an actor that is no longer registered. Return its departure if it had `joined`."""
@@ -109,7 +110,7 @@ class Roster:
         if known is None:
             return []
         known.joined = False
-        _rest(known)
+        _count_failure(known)
         epoch, reason, cause = evicted.epoch, evicted.reason, evicted.cause
         return [MemberChange("evicted" if cause else "left", known.member, epoch, version, reason, cause)]
 
@@ -128,7 +129,7 @@ class Roster:
         return changes
 
     def serving(self, version: int) -> dict[str, Member]:
-        """Return the actors that are known to serve `version`; empty if it is negative. Any thread may call this."""
+        """Return the actors that are known to serve `version`; empty for a negative version. Any thread may call this."""
         actors = list(self._actors.values())
         return {known.member.actor: known.member for known in actors if known.version == version >= 0}
 
@@ -137,9 +138,9 @@ class Roster:
         return all(known is not None and known.version >= 0 for known in map(self._process, members))
 
     def side_failed(self, member: Member) -> None:
-        """Record a failed side group. Each failure in a row doubles the actor's wait, up to `MOST_RESTED` heartbeats."""
+        """Record a failed side group. Each failure in a row doubles the actor's wait, up to `MOST_WAIT_HEARTBEATS`."""
         if known := self._process(member):
-            _rest(known)
+            _count_failure(known)
 
     def outdated(self, joiners: Mapping[str, Member], epoch: Collection[str]) -> tuple[Member, ...]:
         """Return the members of a side group that are gone, have restarted, or are now in the `epoch`."""
@@ -148,15 +149,15 @@ class Roster:
     def side_groups(
         self, version: int, epoch: Collection[str], running: Collection[Collection[str]]
     ) -> list[tuple[Member, ...]]:
-        """Return the members of each new side group that needs `version`. `running`: the actors of each existing side group."""
+        """Return the members of each side group to open for `version`. `running`: the actors of each existing side group."""
         self._expect(version)
-        busy, free = set[str]().union(*running), MOST_AT_ONCE - len(running)
+        busy, free = set[str]().union(*running), MOST_SIDE_GROUPS - len(running)
         due = [
             known
             for actor, known in (self._behind.items() if free else ())
-            if known.version < version and not known.rest and actor not in epoch and actor not in busy
+            if known.version < version and not known.wait_heartbeats and actor not in epoch and actor not in busy
         ]
-        newcomers = tuple(known.member for known in due if not known.failures)[:MOST_IN_GROUP]
+        newcomers = tuple(known.member for known in due if not known.failures)[:MOST_IN_SIDE_GROUP]
         failed = [(known.member,) for known in due if known.failures][: max(0, free - 1)]
         return ([newcomers] if newcomers else []) + failed
 
@@ -208,7 +209,7 @@ class LogReaders(Roster):
         return {actor: known.version for actor, known in list(self._actors.items())}
 
     def serving(self, version: int) -> dict[str, Member]:
-        """Return the actors that serve `version` and can be called; empty if it is negative. Any thread may call this."""
+        """Return the actors that serve `version` and can be called; empty for a negative version. Any thread may call this."""
         found = super().serving(version)
         return {actor: one for actor, one in found.items() if one.grpc_address and actor not in self.unreachable}
 
@@ -226,6 +227,6 @@ class LogReaders(Roster):
         return self.gone(actor, 0, known.version, reason, left=left)
 
 
-def _rest(known: _Registered) -> None:
+def _count_failure(known: _Registered) -> None:
     known.failures += 1
-    known.rest = min(2 ** (known.failures - 1), MOST_RESTED)
+    known.wait_heartbeats = min(2 ** (known.failures - 1), MOST_WAIT_HEARTBEATS)

@@ -1,7 +1,7 @@
 """The trainer's end of the weight transfer: manifest, snapshots, groups and broadcasts, and the weight log.
 
-Only `snapshot` stops the optimizer. It copies the weights once, in the dtype of the transfer; on a device, a separate stream
-does the copy. A snapshot may be sent several times, on any group, on a background thread.
+Only `snapshot` stops the optimizer. It copies the weights once, in the dtype of the transfer; on a GPU, a separate
+CUDA stream does the copy. A snapshot may be sent several times, on any group, on a background thread.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class WeightSender:
 
     @torch.no_grad()
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
-        """Copy the parameters. On a device, later work of the caller's stream waits for the copy. Raises `ManifestDiffers`."""
+        """Copy the parameters. On a GPU, later work of the caller's CUDA stream waits for it. Raises `ManifestDiffers`."""
         with self.placement.beside():
             num_bytes, device = self.manifest.total_bytes, self.placement.device
             if device.type == self.group_placement.device.type == "cpu":
@@ -193,7 +193,7 @@ class WeightSender:
 
 
 class CollectiveGroup:
-    """The trainer's end of one group. Cancelling a waiting caller does not stop the operation; `abandon` does."""
+    """The trainer's end of one transfer group. Cancelling a waiting caller does not stop the operation; `abandon` does."""
 
     def __init__(
         self, sender: WeightSender, store_address: str, meeting: Future[WeightGroup], given_up: threading.Event
@@ -207,7 +207,7 @@ class CollectiveGroup:
         await asyncio.wrap_future(self._meeting)
 
     async def broadcast(self, snapshot: Snapshot, deadline_s: float) -> TransferResult:
-        """Send the snapshot. Raises `TransferError` after closing the group."""
+        """Send the snapshot. If this fails, close the group and raise `TransferError`."""
         self._broadcast = self._sender.broadcast(snapshot, self._meeting.result(), deadline_s, self._given_up)
         return await asyncio.wrap_future(self._broadcast)
 

@@ -272,7 +272,7 @@ class WeightUpdater:
 
     @property
     def serving(self) -> dict[str, c.Member]:
-        """Return the actors that are known to serve `served_version`. Log readers that cannot be called are left out."""
+        """Return the actors known to serve `served_version`, without readers of the weight log that cannot be called."""
         return self.roster.serving(self.served_version) | self.readers.serving(self.served_version)
 
     @property

@@ -54,7 +54,7 @@ _MALFORMED = (
     *(zlib.error, pickle.PickleError),
 )
 _BUDGET = 0.8
-"""Share of `reward.timeout_s` that all tests of an answer may take together, so that the worker is not killed."""
+"""Share of `reward.timeout_s` that all tests of an answer may take together. At the full time, the worker would be killed."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Yield a test for each of `texts`. Raises `ValueError` if they are not valid Python, or use no name of the program."""
+    """Yield a test for each of `texts`. Raises `ValueError` if they are not valid Python, or do not use the program."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)
@@ -279,11 +279,11 @@ def _run(source: str, test: Test, limits: Limits, means: Means) -> str:
         try:
             verdict = json.loads(second.stdout)
         except ValueError:
-            return _how_ended(second, limits, "it ends too soon")
+            return _how_ended(second, limits, "ends too soon")
         if verdict["refused"]:
             raise BadReference("tests", verdict["refused"])
         if verdict["gone"]:
-            return _how_ended(first, limits, "it ends too soon")
+            return _how_ended(first, limits, "ends too soon")
         return "" if verdict["passed"] else str(verdict["problem"])[: 2 * _SHOWN_CHARACTERS]
     limits = replace(limits, output_bytes=max(limits.output_bytes, 2 * len(test.stdout)))
     ended = run(*python(source), test.stdin.encode("utf-8", "replace"), limits, means)
@@ -304,7 +304,7 @@ def _wrong_result(ended: Ended, test: Test, limits: Limits) -> str:
         result = harness.decode(said[0], _refuse)  # tuples and arrays become lists, and keys become strings
         result = json.loads(json.dumps(result, default=operator.methodcaller("tolist")))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return _how_ended(ended, limits, "it ends too soon" if not ended.stdout else "returns a value that is not JSON")
+        return _how_ended(ended, limits, "ends too soon" if not ended.stdout else "returns a value that is not JSON")
     if _same(result, test.returned) or (test.in_list and _same([result], test.returned)):
         return ""
     return f"returns {result!r:.80}, not {test.returned!r:.80}"

@@ -436,7 +436,7 @@ _TOO_DEEP, _DEEP_LEVELS = "the answer is nested too deeply to be checked", 32
 
 
 def _is_deep(given: Any) -> bool:
-    """Return whether JSON has more than `_DEEP_LEVELS` levels. With fewer, a RecursionError is the schema's fault."""
+    """Return whether JSON is nested deeper than `_DEEP_LEVELS` levels. If not, a RecursionError is the schema's fault."""
     level = [given]
     for _ in range(_DEEP_LEVELS):
         containers = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]

@@ -63,7 +63,7 @@ _EVERYWHERE = re.compile(
     r",?\s*(?:\\text\s*\{\s*)?\bfor (?:all|any|every|each)\b"
     r"(?:[\s{}$,.]|\b(?:real|numbers?)\b|\\(?:text|in|mathbb)(?![a-z])|(?<![A-Za-z])[a-zR](?![A-Za-z]))*$"
 )
-"""Suffix such as `for all real x`, which does not change a function."""
+"""Suffix such as `for all real x`, which `tidy` removes from a formula."""
 
 
 def _repeating(found: re.Match[str]) -> str:

@@ -107,7 +107,7 @@ class Peer:
                 raise _raised(rest[0], str(rest[1]), operation)
             self._answer(kind, *rest)  # the program calls an argument
         self.is_gone = True
-        raise EOFError("it ends too soon")
+        raise EOFError("the program ends too soon")
 
     def serve(self) -> None:
         """Answer calls until the other end is closed."""
@@ -158,7 +158,7 @@ class Peer:
         self._writing.flush()
 
     def _receive(self) -> list[Any] | None:
-        """Return the next message; None at the end or if it is invalid."""
+        """Return the next message; None if the other end is closed or the message is invalid."""
         try:
             return json.loads(self._reading.readline())
         except (ConnectionError, ValueError):
@@ -249,7 +249,7 @@ def _serve() -> None:
     try:
         exec(compile(source, "program.py", "exec"), program)
     except SystemExit:
-        ended = "it ends too soon: "
+        ended = "after its early exit, "
 
     def find(name: str) -> Any:
         if name in program:

@@ -59,7 +59,7 @@ _MONTH = re.compile(
 
 
 def claims(text: str, *, boxed: bool) -> list[str]:
-    """Return the answer that `text` claims and any later one that may replace it. Both must be right. [] = no answer."""
+    """Return the answer that `text` claims, then a later one that may replace it, if any. All must be right. [] = no answer."""
     text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", outside(thoughts(text), text))
     found, tagged = boxes(text), text.rfind("<answer>")
     if boxed or (found and found[-1][0] > tagged):
@@ -188,7 +188,7 @@ def _total(answer: Node, wanted: Node) -> Node:
 
 
 def _is_sum(node: Node) -> bool:
-    """Return whether a left side only names a number: a sum of letters other than x, y and z, or the size of a set."""
+    """Return whether the left side of an equation is only a label: a sum of letters except x, y and z, or a set's size."""
     if node.kind == "+":
         return all((part.kind == "symbol" and part.name not in ("x", "y", "z")) or _is_sum(part) for part in node.parts)
     return node.kind == "call" and node.name == "abs" and node.parts[0].name.isupper()
@@ -285,7 +285,7 @@ def _as_matrix(node: Node) -> Node:
 
 
 def _same_sets(a: Node, b: Node) -> bool:
-    """Compare sets in any order. Inequalities joined by `and` differ from those joined by `or`."""
+    """Return whether two sets have the same elements. Inequalities joined by `and` differ from those joined by `or`."""
     is_union = "union" in (a.kind, b.kind)
     parts = [node.parts if node.kind in ("list", "union") else (node,) for node in (a, b)]
     sets = [[variant for part in those for variant in _variants(part)] for those in parts]
