@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 MOST_ANSWERS = 10_000
 """Maximum number of cached answers."""
 ANSWER_CHARACTERS = 8192
-"""Number of characters kept from the end of an answer, where models put their verdict."""
+"""Number of characters kept of a judge's answer, from its end, where models put their verdict."""
 MOST_BYTES = 4 * 1024**2
 """Maximum number of bytes read from a response."""
 _BACKOFF = Backoff(first_s=0.5, most_s=10.0, jitter=0.5)

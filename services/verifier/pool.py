@@ -157,7 +157,7 @@ class RewardPool:
         self._filled.set()
 
     async def run_slot(self, worker: WorkerProcess) -> None:
-        """Run one worker after another, until cancelled."""
+        """Run `worker` and, whenever it ends, a new worker in its place, until cancelled."""
         while True:
             self._count_up(+1)
             try:

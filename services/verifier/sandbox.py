@@ -52,7 +52,7 @@ class Means(StrEnum):
 
 
 class NoSandbox(PipelineRLError):
-    """No sandbox for untrusted code can be set up here."""
+    """A sandbox for untrusted code cannot be set up in this process."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class _Running:
 
 def run(program: Sequence[str], files: Mapping[str, bytes], stdin: bytes, limits: Limits, means: Means) -> Ended:
     """Run `program` in a folder with `files` until it ends or its time is over. The calling process must have one thread
-    because the new process sets its limits between fork and exec. Raises `OSError` or `SubprocessError` if a sandbox fails."""
+    because the new process sets its limits between fork and exec. Raises `OSError` or `SubprocessError` if it cannot start."""
     with ExitStack() as stack:
         given, printed = (stack.enter_context(_in_memory(content)) for content in (stdin, b""))
         return _ended([_start(stack, program, files, given, printed, limits, means)], limits)[0]
@@ -451,7 +451,7 @@ def _listener_refusal() -> str:
 
 
 def _bubblewrap(descriptors: Sequence[int], names: Sequence[str]) -> list[str]:
-    """Return bubblewrap's command line up to the program. `descriptors`: for the status, the seccomp filter and each file."""
+    """Return bubblewrap's arguments before the program. `descriptors`: for the status, the seccomp filter and each file."""
     status, calls, *files = map(str, descriptors)
     found = os.path.abspath(shutil.which("bwrap") or "bwrap")  # the program's PATH may not include it
     command = [found, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]

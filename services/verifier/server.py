@@ -68,7 +68,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         self._metrics, self._pool, self._episodes = metrics, pool, episodes
 
     async def Verify(self, request: verifier_pb2.VerifyRequest, context: aio.ServicerContext) -> verifier_pb2.VerifyResponse:
-        """Score items. The status is RESOURCE_EXHAUSTED if the queue is full, INVALID_ARGUMENT for over `max_queue` items."""
+        """Score items. Fails with RESOURCE_EXHAUSTED if the queue is full, INVALID_ARGUMENT for more than `max_queue` items."""
         spans = {item.sequence_id: _server_span(item, "sequence.verify", "Verify") for item in request.items}
         with self._metrics.call_seconds.time(), ExitStack() as stack:
             for span in spans.values():

@@ -149,7 +149,7 @@ class Evicted:
 
 @dataclass(frozen=True)
 class VersionServed:
-    """All remaining members serve the version; if there are none, an actor that reads the weight log serves it."""
+    """All remaining members serve the version or, if no member remains, an actor that reads the weight log serves it."""
 
     version: int
     epoch: int

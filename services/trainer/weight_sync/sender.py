@@ -237,7 +237,7 @@ class LogWriter:
         """Why the last attempt to write failed; empty if it succeeded."""
 
     def offer(self, snapshot: Snapshot) -> None:
-        """Write this version next, instead of an earlier one that still waits."""
+        """Write this version next, in place of an earlier one that still waits to be written."""
         self._newest = snapshot
         self._idle.clear()
         self._arrived.set()

@@ -421,7 +421,7 @@ class WeightUpdater:
         self.post(self._main, c.ServedFromLog(self.readers.newest))
 
     def _leave(self, event: c.MembersLeaving) -> None:
-        """Remove readers of the weight log at once. The departure of members is queued behind earlier events."""
+        """Remove leaving readers of the weight log at once. Queue the departure of epoch members behind earlier events."""
         for member in event.members:
             self._tell(self.readers.leaves(member.actor, event.reason, left=event.cause is None, process=member.process))
         self.post(None, event)

@@ -1,6 +1,6 @@
 """Compose the reward of a recipe from weighted terms, which are also reported separately.
 
-reward = correct * score + format_weight * [the format matches] + overlong penalty
+reward = correct * score + format_weight (if the format matches) + overlong penalty
 
 With `truncated: zero`, a completion cut at its length limit gets only the overlong penalty, and a term `truncated` of 0.
 

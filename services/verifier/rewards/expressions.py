@@ -207,7 +207,7 @@ _MEANINGS = {
     "infinity": Node("symbol", r"\infty"),
     "all real numbers": Node("group", "()", (Node("neg", "", (Node("symbol", r"\infty"),)), Node("symbol", r"\infty"))),
 }
-"""Words and phrases with their meanings."""
+"""Words and phrases, with the trees that they stand for."""
 
 
 class _Reader:
@@ -497,7 +497,7 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 def _root(value: Number, degree: Number = Fraction(2)) -> Number:
-    """Return a root; for an odd degree, the real root of a negative number."""
+    """Return a root of `value`: if `value` is negative and `degree` is odd, the real root."""
     if isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2 and not isinstance(value, mpc) and value < 0:
         return -_power(-value, 1 / degree)
     return _power(value, 1 / degree)
@@ -511,7 +511,7 @@ def _factorial(value: Number) -> Number:
 
 
 def _opaque(name: str, value: Number) -> Number:
-    """Return the value of a smooth function that stands for the unknown function `name`. It differs for each name."""
+    """Return the value of a smooth function that stands for the unknown function `name`. Each name has another one."""
     x, seed = inexact(value), zlib.crc32(name.encode())
     return (seed % 97 + 3) + x * (seed % 89 + 2) / 7 + x**3 / (seed % 83 + 5) + mp.sin(x)
 
@@ -570,7 +570,7 @@ _OPERATIONS: dict[str, Callable[..., Number]] = {
 
 
 precise = partial(mp.workprec, _PRECISION_BITS)
-"""Context in which values are computed and compared."""
+"""`with precise():` computes and compares values with `_PRECISION_BITS`."""
 
 
 def agree(a: Number, b: Number) -> bool:

@@ -209,7 +209,7 @@ def _renew(given: Any, after: Any) -> None:
 
 
 def _raised(names: list[str], text: str, operation: str) -> BaseException:
-    """Return the built-in exception that is nearest to the program's. It is StopIteration only for a call of `__next__`."""
+    """Return the built-in exception nearest to the one that the program raised; StopIteration only for a call of `__next__`."""
     for name in names:
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, BaseException):
@@ -294,7 +294,7 @@ _LAZY = "is async or yields, so a call does not run it; let a plain function run
 
 
 def _is_lazy(function: Any) -> bool:
-    """Return whether a call only makes a generator or a coroutine (flags of the `inspect` module, which imports slowly)."""
+    """Return whether calling `function` only makes a generator or a coroutine (flags of `inspect`, which is slow to import)."""
     return bool(getattr(getattr(function, "__code__", None), "co_flags", 0) & (0x20 | 0x80 | 0x200))
 
 

@@ -24,7 +24,7 @@ class RewardInput:
     """Data of the problem: `answer`; `row` if a reward may need more of the row; `dataset` and `entry` for reasoning-gym."""
     completion_tokens: int = 0
     max_tokens: int = 0
-    """The limit under which the completion was sampled; 0 = unknown."""
+    """Maximum number of tokens with which the completion was sampled; 0 = unknown."""
     finish_reason: str = ""
     """`stop`, `length`, or empty if unknown."""
     judgement: str = ""

@@ -118,7 +118,7 @@ def _spans(sentence: str) -> list[str]:
 
 
 def _last_span(text: str) -> str:
-    """Return the last expression and unit in the last sentence with one; "" if this sentence hedges or repeats the problem."""
+    """Return the last expression, with its unit, of the last sentence with any; "" if that hedges or repeats the problem."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n", text)):
         sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
         if spans := _spans(sentence):
@@ -248,7 +248,7 @@ def _as_interval(node: Node) -> Node:
 
 
 def _ascending(relation: Node) -> tuple[list[str], list[Node]]:
-    """Return a relation's signs and sides, with the smaller sides first."""
+    """Return a relation's signs and sides, with the smaller side first: x > 3 becomes 3 < x."""
     names, parts = relation.name.split(), list(relation.parts)
     return ([name.replace(">", "<") for name in names[::-1]], parts[::-1]) if names[0][0] == ">" else (names, parts)
 
