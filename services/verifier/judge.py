@@ -1,7 +1,7 @@
 """Ask another model to judge a completion, through an OpenAI-compatible endpoint.
 
 The verifier's main process makes the call, because waiting must not occupy a worker. The answer is untrusted, so a
-worker reads it, as the item's `judgement`. If the judge does not answer, the item fails. Answers are cached by the text sent.
+worker reads it, as the item's `judgement`. If the judge does not answer, the item fails. Answers are cached by the sent text.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class VersionServed:
 Action = FormGroup | Announce | Commit | Abort | Evicted | VersionServed
 """`Announce`, `Commit` and `Abort` are messages to the members; the caller fills in their other fields. The caller broadcasts
 the version after `Announce`, and closes the group after `Abort`, because the group may be stuck in a collective. `FormGroup`,
-`Announce` and `Commit` begin a phase. If it still runs `due_s` seconds after its start, the caller posts `DeadlinePassed`."""
+`Announce` and `Commit` begin a phase. If this phase lasts longer than `due_s`, the caller posts `DeadlinePassed`."""
 
 
 class Phase(Enum):

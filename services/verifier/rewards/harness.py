@@ -81,7 +81,8 @@ def decode(message: Any, resolve: Callable[..., Any]) -> Any:
 
 
 class Peer:
-    """One end of the connection. `is_guarded`: the other end sees only public attributes of instances of the tests' classes."""
+    """One end of the connection between the two processes. `is_guarded`: the other end can access only public attributes of
+    instances of the tests' classes."""
 
     def __init__(self, reading: int, writing: int, find: Callable[[str], Any], *, is_guarded: bool) -> None:
         self._reading, self._writing = os.fdopen(reading, "rb"), os.fdopen(writing, "wb")
