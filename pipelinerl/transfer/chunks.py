@@ -138,7 +138,7 @@ def pack(
         _as_tensor(stream[offset : offset + size], spec, manifest).copy_(tensor)
         stream[offset + size : offset + aligned(size)].zero_()
     for index in indices.values():
-        raise ManifestDiffers(manifest.parameters[index].name, "presence", "missing", "present")
+        raise ManifestDiffers(manifest.parameters[index].name, "the manifest has this parameter, but the model here lacks it")
     return stream
 
 

@@ -1,12 +1,17 @@
 """Objects of the weight log as bytes: anchors, which are safetensors files, and lossless deltas from one version to another.
 
-Manifest and version determine an anchor's header, so a reader compares all its bytes. A delta has a header, then one record per
-chunk of the manifest. A record begins with the number of bytes that follow, 0 if the chunk is unchanged. Then come the number
-of words in the record's block, the number of gap bytes in it, and the block itself, compressed by zstd. A word has 2 bytes if
-the chunk has a 16-bit tensor, else 4. The block holds the gaps before the changed words, then the XOR of each changed word's
-old and new value: first the lowest bytes of all XORs, then their next bytes. A gap of n unchanged words is coded as n // 255
-bytes of value 255 and a last byte n % 255. If over a quarter of the words changed, the block holds the XORs of all words of
-the chunk and no gaps.
+Manifest and version determine an anchor's header, so a reader compares all its bytes. A delta is a header (`_HEADER`) and then
+one record per chunk of the manifest. The parts of a record, of which an unchanged chunk has only the first:
+
+    length     8 bytes   number of bytes that follow in this record; 0 if the chunk is unchanged
+    num_words  8 bytes   number of XORs in the block
+    num_gaps   8 bytes   number of gap bytes in the block
+    block      the rest  compressed by zstd: first all gap bytes, then all XORs
+
+An XOR combines a changed word's old and new value. A word has 2 bytes if the chunk has a 16-bit tensor, else 4. The lowest byte
+of each XOR comes first, then the next byte of each XOR, and so on. Each changed word has a gap, the number n of unchanged words
+just before it, which is coded as n // 255 bytes of value 255 and a last byte n % 255. If over a quarter of the words changed,
+the block has no gaps, and an XOR for every word of the chunk.
 
 The device that holds the versions finds the changed words. Only the block's words and their positions are copied to the host.
 Compressing and decoding take one core, in calls that release the GIL. Decoding checks sizes before it allocates memory.
@@ -95,8 +100,8 @@ def decode_anchor(manifest: Manifest, version: PolicyVersion, data: Bytes, into:
 def encode_delta(
     manifest: Manifest, before: PolicyVersion, after: PolicyVersion, old: Tensor, new: Tensor, placement: Placement = HOST
 ) -> Iterator[bytes | memoryview]:
-    """Yield the parts of the delta from stream `old` to stream `new`, each uint8[total_bytes] in the memory of `placement`. The
-    versions must have the same incarnation."""
+    """Yield the parts of the delta from stream `old` to stream `new`. Both streams are uint8[total_bytes] in the memory of
+    `placement`, and both versions have the same incarnation."""
     yield _HEADER.pack(_MAGIC, manifest.manifest_id.encode(), after.incarnation, before.number, after.number)
     for chunk in manifest.chunks:
         bits = 8 * _word_bytes(manifest, chunk)
@@ -152,7 +157,7 @@ def _encode(old: Tensor, new: Tensor) -> bytes:
 
 
 def _decode(body: Bytes, into: _Words) -> None:
-    """Apply a record to the words `into`. Raises ValueError, struct.error, or zstd's OSError."""
+    """Apply a record to the words `into`. Raises ValueError, struct.error or zstd's OSError if it is damaged."""
     if not len(body):
         return
     num_words, num_gaps = _SIZES.unpack(body[: _SIZES.size].data)

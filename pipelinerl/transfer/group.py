@@ -91,7 +91,7 @@ def on_device(device: torch.device) -> Placement:
 
 
 def transfer_backend(wanted: str, on_gpu: bool) -> Backend:
-    """Return the backend that `weights.backend` selects. Raises `FieldError` for nccl if the trainer has no GPU. Pure."""
+    """Return the backend that `weights.backend` selects. Raises `FieldError` for nccl if the trainer has no GPU."""
     if wanted == "nccl" and not on_gpu:
         raise FieldError("weights.backend", wanted, "this trainer has no GPU: use gloo, or auto")
     return "nccl" if wanted == "nccl" or (wanted in ("auto", "log") and on_gpu) else "gloo"
@@ -123,7 +123,7 @@ class NcclTransport:
     def __init__(
         self, store: PrefixStore, rank: int, world: int, timeout_s: float, placement: Placement, given_up: threading.Event
     ) -> None:
-        """Connect by a first broadcast, which makes the communicator. Raises RuntimeError, TimeoutError, TransferAborted."""
+        """Connect by a first broadcast, which makes the communicator. Raises the errors of `broadcast`."""
         from torch.distributed import ProcessGroupNCCL  # absent from CPU builds
 
         self._placement, self._given_up = placement, given_up
@@ -367,7 +367,7 @@ def _wait_for_all(
     spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event, patience_s: float | None
 ) -> Kept:
     """As rank 0, wait until all other ranks have checked in. Then publish and return how many chunks every rank still has from
-    an earlier attempt. Raises DeadlineExceeded, TransferAborted."""
+    an earlier attempt. Raises DeadlineExceeded if ranks do not come in time, and TransferAborted if `given_up` is set."""
     started = last_came = time.monotonic()
     missing = list(range(1, spec.world))
     try:
@@ -391,7 +391,8 @@ def _wait_for_all(
 
 
 def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: threading.Event) -> Kept:
-    """Check in as a receiver. Wait for rank 0, and return the chunks that all keep. Raises TimeoutError, TransferAborted."""
+    """Check in as a receiver, wait for rank 0, and return the chunks that all receivers keep. Raises TimeoutError after
+    `deadline`, and TransferAborted if this rank or rank 0 gives up."""
     meeting.set(f"here/{spec.rank}", json.dumps(spec.kept))
     while not _are_set(spec, meeting, [_OUTCOME], given_up):
         if time.monotonic() >= deadline:
@@ -402,7 +403,7 @@ def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: 
 
 
 def _are_set(spec: GroupSpec, meeting: PrefixStore, keys: list[str], given_up: threading.Event) -> bool:
-    """Wait until all keys are set, at most for `_MEETING_LOOK_S`, and return whether they are. Raises TransferAborted."""
+    """Wait up to `_MEETING_LOOK_S` for all keys. Return whether they are set. Raises TransferAborted if `given_up` is set."""
     if given_up.is_set():
         raise TransferAborted(f"forming {spec.name} was abandoned")
     try:

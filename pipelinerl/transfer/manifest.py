@@ -22,10 +22,12 @@ from pipelinerl.v1.control_pb2 import LowRank, ParameterSpec, WeightManifest
 
 
 class ManifestDiffers(ManifestMismatch):
-    """A parameter is missing on one side, or its shape, dtype or number of elements differs."""
+    """The manifest and the model here differ in a parameter, or in the number of elements."""
 
-    def __init__(self, parameter: str, field: str, ours: object, theirs: object) -> None:
-        super().__init__(f"{parameter}: {field} is {theirs!r} in the manifest, {ours!r} here")
+    def __init__(self, parameter: str, problem: str, ours: object = None, theirs: object = None) -> None:
+        """`problem`: a sentence or, if `ours` and `theirs` are given, the name of the field that has these values."""
+        values = "" if theirs is None else f" is {theirs!r} in the manifest, {ours!r} here"
+        super().__init__(f"{parameter}: {problem}{values}")
 
 
 class GroupFailed(TransferError):
@@ -60,7 +62,7 @@ class Kept(NamedTuple):
 class GroupSpec:
     """A rank's part in a group. `store`: host:port. `name`, such as `epoch-3`, must be new for every group on one store.
     `bind_host`: address at which the other ranks reach this one with gloo; None = the machine's name. `kept`: chunks that need
-    not be sent to this rank. The `spec` of an open `WeightGroup` has the chunks that all receivers keep."""
+    not be sent to this rank. In the `spec` of an open `WeightGroup`, `kept` holds the chunks that all receivers keep."""
 
     store: str
     name: str
@@ -213,7 +215,7 @@ def build_manifest(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     low_rank: Iterable[LowRank] = (),
 ) -> Manifest:
-    """Lay out `parameters`, given as (name, shape, dtype name), in their order. Raises FieldError."""
+    """Lay out `parameters`, given as (name, shape, dtype name), in their order. Raises FieldError if one is invalid."""
     specs = [ParameterSpec(name=name, shape=shape, dtype=dtype) for name, shape, dtype in parameters]
     return Manifest(WeightManifest(parameters=specs, chunk_bytes=chunk_bytes, wire_dtype=wire_dtype, low_rank=low_rank))
 
@@ -224,7 +226,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def chunk_size(mib: float | None, backend: Backend) -> int:
-    """Return the bytes of a chunk of `mib` MiB (a recipe's `weights.chunk_mib`), or the backend's default."""
+    """Return a chunk's size in bytes. `mib`: a recipe's `weights.chunk_mib`; None = the backend's default size."""
     if mib is None:
         return NCCL_CHUNK_BYTES if backend == "nccl" else DEFAULT_CHUNK_BYTES
     return aligned(max(1, int(mib * 2**20)))

@@ -45,8 +45,9 @@ _Result = TypeVar("_Result")
 
 
 class WeightLog:
-    """The writer of a log. `prefix`: folder of its keys. `anchor_every`: number of deltas after which the next anchor is
-    written; it comes earlier if they are larger than the anchor. `keep_all`: delete nothing. `placement`: streams' memory."""
+    """The writer of a log. `prefix`: folder of its keys. `anchor_every`: number of deltas from one anchor to the next. If the
+    deltas together become larger than the last anchor, the next one comes sooner. `keep_all`: delete nothing. `placement`:
+    memory that holds the streams given to `add`."""
 
     def __init__(
         self,
@@ -114,8 +115,8 @@ class WeightLog:
 
 
 class Replica:
-    """The reader of a log. `folder` holds the stream of `version`, and the object that is being downloaded. `version` is None
-    if the stream is incomplete. Make one call at a time."""
+    """The reader of a log. `folder` holds the stream of `version`, its bytes as the manifest lays them out, and the object that
+    is being downloaded. `version` is None if the stream is incomplete. Make one call at a time."""
 
     def __init__(self, store: LogStore, manifest: Manifest, folder: Path) -> None:
         self._store, self._manifest, self._folder, self._path = store, manifest, folder, folder / "stream"

@@ -129,7 +129,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
         except (BusError, NotPermitted, MessageError, TimeoutError) as error:
             lost = sum(sample.num_sampled_tokens for sample in one.partials.values())
             log.error(
-                "cannot hand over group %s: NATS delivers its %d missing samples again, without up to %d of their tokens: %s",
+                "cannot hand over group %s: NATS delivers its %d unfinished samples again; up to %d tokens are lost: %s",
                 group_id, len(missing), lost, error or "the stream did not take it in time",
             )  # fmt: skip
         else:

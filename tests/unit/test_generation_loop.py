@@ -438,7 +438,7 @@ async def test_what_cannot_be_stored_is_not_acknowledged(caplog: pytest.LogCaptu
         one.server.set_reachable(False)
         with caplog.at_level(logging.ERROR):
             assert await one.leave(store_within_s=0.1) == 0
-        assert "cannot hand over group g00000000: NATS delivers its 2 missing samples again" in caplog.text
+        assert "cannot hand over group g00000000: NATS delivers its 2 unfinished samples again" in caplog.text
         one.server.set_reachable(True)
         with an_hour_later():
             delivery = await one.bus.next_prompt(10.0)

@@ -2,7 +2,7 @@
 
 
 def score(item):
-    """Return the share of the answer in the words of the completion: 1 for the answer alone, 0 for a completion without it.
+    """Return which share of the completion's words is the answer: 1 for the answer alone, 0 for a completion without it.
 
     `item.prompt` is the question, `item.completion` the text of the model, `item.reference["answer"]` the answer in the file.
     """

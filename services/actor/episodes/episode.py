@@ -159,7 +159,7 @@ class Episode:
         raise Refused(503, "interrupted", "the actor stops; another actor continues the episode")
 
     def take(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn:
-        """Return the recorded turn for a request, or a new one to be sampled. Mark it as served. Raises `Refused`."""
+        """Return the recorded turn for a request, or a new one, marked as served. Raises `Refused` after `max_turns` turns."""
         turn = self._known(context_token_ids, sampling)
         if turn not in self.asked_for and len(self.asked_for) >= self.max_turns:
             raise self.policy_refused(MAX_TURNS, f"this episode has used its {self.max_turns} turns (task.max_turns)")
@@ -284,7 +284,7 @@ class Episodes:
         self, group: PromptGroup, start: PartialSequence, sample: Sample, *, split: Split, stopped: asyncio.Event, trace: Trace
     ) -> tuple[Episode, VerifyResult | None]:
         """Run an episode and return it with the environment's result. The result is None if `stopped` is set before the episode
-        ends. Waits without limit for a verifier, but gives up after `MOST_RUNS` runs that lost theirs."""
+        ends. Waits without limit for a verifier, but gives up after `MOST_RUNS` runs that lost their verifier."""
         request = EpisodeRequest(
             sequence_id=group.sequence_id(start.sample_index),
             task=group.task,

@@ -45,9 +45,10 @@ Named = tuple[str, Tensor]
 
 
 class AdaptedLinearMethod(LinearMethodBase):
-    """Adds the low-rank product to the output of `plain`, the layer's own method. A is [parts · rank, in] and B is [out, parts
-    · rank], both for this tensor-parallel rank. With unquantised 16-bit weights W, this class also computes W·x itself, so
-    that the sum is rounded once. If vLLM has packed W, as on a CPU, `unpacked` [in, out] is a plain copy of W."""
+    """Adds the low-rank product to the output of `plain`, the layer's own method. A is [parts · r, in] and B [out, parts · r]
+    for an adapter of rank r and a layer that fuses `parts` checkpoint layers; in and out are the sizes on this tensor-parallel
+    rank. With unquantised 16-bit weights W, this class also computes W·x itself, so that the sum is rounded once. If vLLM has
+    packed W, as on a CPU, `unpacked` [in, out] is a plain copy of W."""
 
     def __init__(self, layer: LinearBase, plain: LinearMethodBase, parts: int, config: LoraConfig, like: Tensor) -> None:
         self.plain, self.rank, self.scaling = plain, config.rank, config.scaling
@@ -94,7 +95,7 @@ def _part_sizes(layer: LinearBase) -> list[int]:
 
 
 def _whole_sizes(layer: LinearBase) -> list[int]:
-    """Return the output features of each part of a layer, over all ranks. Replicated key and value heads count once."""
+    """Return each part's number of output features over all ranks. Replicated key and value heads count once."""
     if isinstance(layer, QKVParallelLinear):
         keys = layer.total_num_kv_heads
         return [layer.total_num_heads * layer.head_size, keys * layer.head_size, keys * layer.v_head_size]
@@ -151,7 +152,7 @@ def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> 
 
 
 class AdapterLoader:
-    """Stages new A and B beside those in use, and copies them into place during the pause."""
+    """Stages new A and B beside those in use, and copies them into place while generation is paused."""
 
     mode = "adapter"
 
@@ -170,8 +171,8 @@ class AdapterLoader:
             renamed = (self._mapper.apply_list([name]) or [name])[0] if self._mapper else name
             place = self._places.get(renamed) or self._places.get(name)
             if place is None:
-                fix = "not adaptable; leave this layer out of trainer.lora.target_modules"
-                raise ManifestDiffers(item.name, "presence", fix, "adapted")
+                problem = "has an adapter that this engine cannot apply; leave the layer out of trainer.lora.target_modules"
+                raise ManifestDiffers(item.name, problem)
             if specs[item.a][0] != place.method.rank:
                 raise ManifestDiffers(item.name, "rank", place.method.rank, specs[item.a][0])
             if not math.isclose(item.scaling, place.method.scaling, rel_tol=1e-6):

@@ -87,8 +87,9 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class WorkerLink:
-    """The actor's end of the socket. Call `listen`, pass `path` to the workers, await `hellos`, then call `ask` for each order.
-    An order goes to all workers and is complete when all have replied. If a connection is lost, all waiting orders fail."""
+    """The actor's socket for vLLM's workers. Call `listen`, pass `path` to the workers, await `hellos`, then call `ask` for
+    each order. An order goes to all workers and is complete when all have replied. If one connection is lost, all waiting
+    orders fail."""
 
     def __init__(self, num_workers: int) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
@@ -171,8 +172,8 @@ class WeightUpdateClient:
     `TransferError`; `sleep`, `wake` and a commit that fails half-way raise `CommitFailed`.
 
     `recompute_kv`: recompute the KV cache of unfinished sequences under new weights instead of keeping it. `bind_host`: address
-    at which other ranks reach this pod (gloo). `force_paused`: use the paused loader, for comparison. `staging_buffers`: chunks
-    that a worker holds at a time while it receives."""
+    at which other ranks reach this pod (gloo). `force_paused`: always use the `PausedLoader`. `staging_buffers`: number of
+    chunks that a worker holds at a time while it receives."""
 
     llm: AsyncLLM
     _: KW_ONLY

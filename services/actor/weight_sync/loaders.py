@@ -53,9 +53,9 @@ class Loader(Protocol):
 
 
 def no_room(device: torch.device, share: float, *, weights: int = 0, layer: int = 0) -> str:
-    """Return why an update does not fit on a GPU beside an engine that has `share` of its memory; empty if it fits. If only the
-    memory for receiving is lacking, log a warning and return "". `weights`: bytes of a second instance of the weights.
-    `layer`: bytes of the largest decoder layer, if weights are loaded during the pause."""
+    """Return why an update does not fit on a GPU beside an engine that has `share` of the GPU's memory; empty if it fits. If
+    only the memory for receiving is lacking, log a warning and return "". `weights`: bytes of a second instance of the weights.
+    `layer`: bytes of the largest decoder layer, if weights are loaded while generation is paused."""
     if device.type != "cuda":
         return ""
     (free, total), needed = device_room(device), update_bytes(weights, layer)
@@ -230,7 +230,7 @@ class ShadowLoader:
 
         heads = [spec.name for spec in manifest.parameters if spec.name.endswith("lm_head.weight")]
         if heads and getattr(self._model_config.hf_config, "tie_word_embeddings", False):
-            raise ManifestDiffers(heads[0], "presence", "tied to the embedding", "sent")
+            raise ManifestDiffers(heads[0], "is sent, but the model here uses its embedding as the head (tie_word_embeddings)")
         tensors = (
             (spec.name, torch.empty(tuple(spec.shape), dtype=getattr(torch, manifest.sent_dtype(spec)), device="meta"))
             for spec in manifest.parameters
@@ -294,9 +294,9 @@ class ShadowLoader:
         iterator = iter(tensors)
         loaded = self._model.load_weights(iterator)  # type: ignore[operator]
         for name, _ in iterator:  # read the stream to its end; a tensor that is left was not used
-            raise ManifestDiffers(name, "presence", "unused", "present")
+            raise ManifestDiffers(name, "the manifest has this parameter, but the model here does not use it")
         if missing := sorted(expected - set(loaded)):
-            raise ManifestDiffers(missing[0], "presence", "needed", "missing")
+            raise ManifestDiffers(missing[0], "the model here needs this parameter, but the manifest lacks it")
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -364,7 +364,7 @@ class InPlaceLoader(ShadowLoader):
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Queue copies from shadow to live weights on the caller's stream, which must then be synchronised."""
+        """Queue copies from shadow to live weights on the caller's stream. The caller must then synchronise this stream."""
         pairs = [(live._parameters, shadow._parameters) for live, shadow in self.pairs.values()]
         new = {parameter: shadow[name] for live, shadow in pairs for name, parameter in live.items()}  # tied ones occur once
         for parameter, replacement in new.items():

@@ -169,8 +169,8 @@ class UpdateListener:
         return "receiving" if receiving is not None and not receiving.done() else "idle"
 
     async def run(self) -> None:
-        """Wait until the trainer has made the streams, then handle control messages until cancelled. Raises `CommitFailed` if
-        a swap fails half-way. If the served model cannot load the weights, tells the trainer and raises `UserError`."""
+        """Wait until the trainer has made the NATS streams, then handle control messages until cancelled. Raises `CommitFailed`
+        if a swap fails half-way. If the served model cannot load the weights, tells the trainer and raises `UserError`."""
         async with asyncio.TaskGroup() as self._tasks, AsyncExitStack() as stack:
             if self._log is not None:
                 folder = tempfile.TemporaryDirectory(prefix="prl-log-", ignore_cleanup_errors=True)
@@ -424,7 +424,7 @@ class UpdateListener:
 
 
 def decode_order(message: ControlMessage) -> Manifest | Order:
-    """Decode a control message. Raises `MessageError`."""
+    """Decode a control message. Raises `MessageError` if it is malformed."""
     if message.kind == "manifest":
         return Manifest.from_bytes(message.payload)
     return decode_control(message.payload, CONTROL_TYPES[message.kind])

@@ -1,8 +1,8 @@
 """Receive and prepare versions in a vLLM worker process, on threads beside its decode steps.
 
 A reading thread takes orders from the actor's Unix socket. The transfer thread performs them one after another. A third thread
-runs the loader (`loaders.py`), which keeps arriving tensors beside the live weights. A Discard also sets a flag, which ends a
-running transfer within the stall timeout. A closed socket ends all threads.
+runs the loader (`loaders.py`), which keeps arriving tensors beside the live weights. For a `Discard` order, the reading thread
+also sets a flag, which ends a running transfer within the stall timeout. A closed socket ends all threads.
 """
 
 from __future__ import annotations
@@ -43,24 +43,30 @@ RELEASE = "release"
 
 @dataclass(eq=False)
 class Receiver:
-    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete. A caller iterates
-    over `tensors()` to the end, closes the iterator in any case, and then calls `staged`. Closing takes at most the stall
-    timeout; the group is in use until then. `begin` runs a loader on a new thread. If the group breaks, the loader's thread
-    keeps its chunks and waits until `resume` or `drop` is called. Call `begin` and `resume` from one thread.
+    """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete.
 
-    `buffers`: number of chunks in memory at a time, besides those of an incomplete tensor. With more than one, a separate
-    thread receives chunks while the loader works. `memory`: reused for chunks and larger tensors. If it is None, new memory is
-    allocated on the group's device; host memory is pinned on a machine with a GPU."""
+    `begin(load)` calls `load(receiver)` on a new thread, which must read `tensors()` to the end and return `staged()`. `loaded`
+    waits for that result and returns it. If the group breaks, `loaded` raises the error, while the thread keeps its chunks and
+    waits: `resume` gives it another group, and `drop` ends it. Call `begin` and `resume` from one thread.
+    """
 
     group: WeightGroup | StreamFile
+    """Source of the chunks. It must stay open until the iterator of `tensors` is closed."""
     manifest: Manifest
     version: PolicyVersion
     _: KW_ONLY
     timeout_s: float
+    """Maximum seconds for receiving from one group."""
     stall_timeout_s: float
+    """The stall timeout, i.e. the maximum time for one chunk, is this or the manifest's `slowest_chunk_s`, if that is longer."""
     aborted: threading.Event
+    """While it is set, receiving raises `TransferAborted`."""
     buffers: int = 1
+    """Number of chunks in memory at a time, besides the chunks of an incomplete tensor. If it is more than 1, a separate thread
+    receives chunks while the loader works."""
     memory: tuple[ReusedMemory, ReusedMemory] | None = None
+    """Memory for chunks, and memory for larger tensors. If None, new memory is allocated on the group's device for each of
+    them. Host memory is then pinned if the machine has a GPU."""
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -85,8 +91,8 @@ class Receiver:
         self._loading.add_done_callback(lambda done: self._problems.put(done.exception()))
 
     def resume(self, group: WeightGroup | StreamFile, timeout_s: float) -> None:
-        """Let the loader's thread continue with `group`. If the load is already complete, receive here the chunks that other
-        ranks lack, and drop them. Raises `TransferError`."""
+        """Let the loader's thread continue with `group`. If the load is already complete, receive the chunks that other ranks
+        lack and drop them, because every rank takes part in each broadcast. Raises `TransferError`."""
         assert self._loading is not None
         self.group, self.timeout_s = group, timeout_s
         if not self._loading.done():
@@ -97,7 +103,7 @@ class Receiver:
             self._problems.put(None)
 
     def loaded(self) -> StagedWeights:
-        """Wait until the version is loaded, or the group has broken. Raises TransferError and the loader's errors."""
+        """Wait until the version is loaded. Raises TransferError if the group breaks, or the error that ended the load."""
         assert self._loading is not None
         if (problem := self._problems.get()) is not None:
             raise problem
@@ -110,8 +116,9 @@ class Receiver:
         wait([self._loading], ENDING_S)
 
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
-        """Yield all parameters in the manifest's order. If the group breaks after a chunk was checked, wait until `resume`
-        gives another group or `drop` ends the wait. Raises `TransferError`; the group is then unusable."""
+        """Yield all parameters in the manifest's order. Always close this iterator, which takes at most the stall timeout. If
+        the group breaks after a chunk was checked, a load that `begin` started waits here until `resume` gives another group
+        or `drop` ends the wait. Raises `TransferError`; the group is then unusable."""
         unpacker = Unpacker(self.manifest, self._new_memory)
         while True:
             try:

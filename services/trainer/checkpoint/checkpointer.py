@@ -74,7 +74,8 @@ def write_checkpoint(
 
 
 class Checkpointer:
-    """Writes checkpoints. `begin(version)` copies tensors; `capture()` copies other state. `written` runs after a success."""
+    """Writes checkpoints. `begin(version)` copies the tensors and returns a function that writes them. `capture()` returns a
+    copy of all other state. `written` is awaited after each successful write."""
 
     def __init__(
         self,
