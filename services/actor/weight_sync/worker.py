@@ -45,9 +45,9 @@ RELEASE = "release"
 class Receiver:
     """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete.
 
-    `begin(load)` calls `load(receiver)` on a new thread, which must read `tensors()` to the end and return `staged()`. `loaded`
-    waits for that result and returns it. If the group breaks, `loaded` raises the error, while the thread keeps its chunks and
-    waits: `resume` gives it another group, and `drop` ends it. Call `begin` and `resume` from one thread.
+    `begin(load)` calls `load(receiver)` on a new thread. This call must read `tensors()` to the end and return `staged()`.
+    `loaded` waits for that result and returns it. If the group breaks, `loaded` raises the error, while the thread keeps its
+    chunks and waits: `resume` gives it another group, and `drop` ends it. Call `begin` and `resume` from one thread.
     """
 
     group: WeightGroup | StreamFile
@@ -58,7 +58,7 @@ class Receiver:
     timeout_s: float
     """Maximum seconds for receiving from one group."""
     stall_timeout_s: float
-    """The stall timeout, i.e. the maximum time for one chunk, is this or the manifest's `slowest_chunk_s`, if that is longer."""
+    """Maximum seconds for one chunk (the stall timeout). A longer `slowest_chunk_s` of the manifest replaces it."""
     aborted: threading.Event
     """While it is set, receiving raises `TransferAborted`."""
     buffers: int = 1
