@@ -200,7 +200,7 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
 PIECE_BYTES = 2**19
 """Bytes that a rank of a Gloo group receives before it passes them on. Smaller pieces take more CPU time."""
 _OUTCOME, _VOID = "outcome", "void"
-"""Key of a meeting's outcome, and its value if rank 0 gave up. Otherwise the value is the receivers' common `Kept`, as JSON."""
+"""Store key of a meeting's outcome, and its value if rank 0 gave up; else the value is the receivers' common `Kept` as JSON."""
 _MEETING_LOOK_S = 0.1
 """Interval at which a waiting rank checks whether the meeting was given up."""
 _LET_GO_S = 0.5

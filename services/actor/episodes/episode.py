@@ -182,7 +182,7 @@ class Episode:
         return None
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
-        """Return the longest served turn with which the context begins. Of several, prefer one that no other turn extends."""
+        """Return the longest served turn with which the context begins, or None. Of several, prefer one that none extends."""
         served = [turn for turn in self.turns if turn in self.served]
         extended, known = {id(turn.extends) for turn in served}, [(turn, turn.token_ids) for turn in served if turn.is_finished]
         starts = [(turn, len(own)) for turn, own in known if np.array_equal(context_token_ids[: len(own)], own)]

@@ -214,7 +214,7 @@ class PolicyExport:
 
     @torch.no_grad()
     def stage(self, learner: Learner) -> None:
-        """Rank 0: gather the policy's tensors from all ranks into host memory. Call this on the compute thread."""
+        """On rank 0, gather the policy's tensors from all ranks into host memory. Call this on the compute thread."""
         there = {WEIGHTS: True, VALUE_HEAD: learner.policy.value_head is not None, ADAPTER: has_adapters(self.form)}
         for kind in (kind for kind, has in there.items() if has):
             copies = self.staged.setdefault(kind, {})

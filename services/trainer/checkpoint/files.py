@@ -12,7 +12,7 @@ from pipelinerl.run_dir import RUN_STATE
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Hard-link (or else copy) the files of `source` into `target`, without the folder `resume`. Raises `OSError`."""
+    """Hard-link the files of `source` into `target`, or copy them if that fails. Omit the folder `resume`. Raises `OSError`."""
     ignored = shutil.ignore_patterns(RUN_STATE.parent.name)
     shutil.copytree(source, target, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
 
