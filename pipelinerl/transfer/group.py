@@ -282,7 +282,7 @@ class WeightGroup:
         return meeting.result()
 
     def first_chunk(self, content: str) -> int:
-        """Return the index of the first chunk to send. All receivers keep the earlier ones of version `content`."""
+        """Return the index of the first chunk to send of the version named `content`. All receivers keep the earlier chunks."""
         return self.spec.kept.num_chunks if self.spec.kept.content == content else 0
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:

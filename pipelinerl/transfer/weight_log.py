@@ -115,8 +115,8 @@ class WeightLog:
 
 
 class Replica:
-    """The reader of a log. `folder` holds the stream of `version`, its bytes as the manifest lays them out, and the object that
-    is being downloaded. `version` is None if the stream is incomplete. Make one call at a time."""
+    """The reader of a log. `folder` holds the object that is being downloaded and the stream of `version`, which has the bytes
+    in the manifest's layout. `version` is None if the stream is incomplete. Make one call at a time."""
 
     def __init__(self, store: LogStore, manifest: Manifest, folder: Path) -> None:
         self._store, self._manifest, self._folder, self._path = store, manifest, folder, folder / "stream"

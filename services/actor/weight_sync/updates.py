@@ -352,7 +352,8 @@ class UpdateListener:
             await self._fail(commit, error)
 
     async def _swap(self, commit: pb.Commit, trace: Trace) -> None:
-        """Serve the staged version from the next decode step on, and tell the trainer. Raises TransferError if this fails."""
+        """Serve the staged version from the next decode step on, and tell the trainer. Raises TransferError if the swap cannot
+        begin, and `CommitFailed` if it fails half-way."""
         version, self._gate.swapping = PolicyVersion(commit.incarnation, commit.version), True
         try:
             about = {attributes.VERSION: commit.version, attributes.EPOCH: commit.epoch}

@@ -380,7 +380,7 @@ class TransferWorker:
                 self._aborted.clear()
 
     def _abort(self) -> None:
-        """Make orders fail until all `Discard`s received so far have been performed. After the connection's end, all fail."""
+        """Make orders fail until all received `Discard`s have been performed. After the connection's end, all orders fail."""
         with self._discarding:
             self._discards += 1
             self._aborted.set()
