@@ -225,9 +225,9 @@ def _schema_of(hint: Any, what: str) -> dict[str, Any]:
         return {"type": "array", "items": _schema_of(arguments[0], what) if arguments else {}}
     if hint is dict or (origin is dict and arguments[:1] in ((), (str,))):
         return {"type": "object", "additionalProperties": _schema_of(arguments[1], what) if arguments else {}}
-    raise UserError(
-        f"{what} has type {getattr(hint, '__name__', hint)}; use str, int, float, bool, list, dict, Literal or a union"
-    )
+    shown = hint if arguments else getattr(hint, "__name__", hint)
+    fix = "use str, int, float, bool, list, dict with keys of type str, Literal of plain values, or a union"
+    raise UserError(f"{what} has type {shown}; {fix}")
 
 
 def _described(docstring: str) -> tuple[str, dict[str, str]]:

@@ -212,7 +212,7 @@ RUN_FIGURES = {key: (reduction, figure) for figure in FIGURES for key, reduction
 """For each key of summary.json that combines a figure of all steps: the `Reduction` and the figure."""
 
 Reduced = dict[str, list[float]]
-"""Combined value and sum of the weights, by key in summary.json."""
+"""For each key of summary.json: the value combined over the steps, and the sum of the steps' weights in a mean or rate."""
 
 _COMBINED: Mapping[Reduction, Callable[[float, float, float], float]] = {
     "sum": lambda total, value, weight: total + value,

@@ -280,8 +280,8 @@ def _counting(texts: Sequence[str], form: str = r"\D*(\d+)\D*") -> list[str]:
 
 
 def _shifted(view: SetView) -> Rows:
-    """Yield the finding `references-shifted`. Prompts that contain answers of several earlier rows, such as conversations and
-    windows of a time series, give no finding."""
+    """Yield `references-shifted` if prompts share more words with the previous or next row's answer than with their own. There
+    is no finding if prompts are numbered, or if they also share many words with the answer two rows away."""
     asked, said = ([set(re.findall(r"\w+", one.lower())) for one in column] for column in (view.asked, view.columns))
     shares = {by: [len(asked[at] & one) / max(1, len(one)) for at in range(2, len(asked) - 2) for one in [said[at + by]]]
               for by in range(-2, 3)}  # fmt: skip

@@ -178,7 +178,8 @@ def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
 
 
 def regex(group: str = "") -> AfterValidator:
-    """Return a validator of regular expressions. If `group` is given, they must have a group (...) around what it names."""
+    """Return a validator of regular expressions. `group`: what the first group (...) of an expression extracts, such as
+    "number"; an expression that is neither empty nor has a group is then refused. "" = no group is needed."""
 
     def checked(value: str) -> str:
         try:

@@ -318,7 +318,8 @@ class TransferWorker:
         kept = Kept() if self._staging is None else self._staging.kept
         spec = replace(order.group, rank=order.group.rank + self.rank, kept=kept)
         if spec.backend == "nccl" and self._placement is HOST:
-            raise TransferError("weights.backend is nccl, but this engine is on CPU: set weights.backend: gloo")
+            fix = "set weights.backend: gloo (auto selects nccl if the trainer has a GPU)"
+            raise TransferError(f"the trainer sends weights by nccl, but this engine is on CPU: {fix}")
         placement = self._placement if spec.backend == "nccl" else HOST
         self._group = WeightGroup.connect(spec, order.timeout_s, self._aborted, placement)
 
