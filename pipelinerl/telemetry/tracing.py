@@ -184,7 +184,7 @@ def use_tracer(tracer: Tracer) -> Iterator[None]:
 
 
 def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
-    """Begin a trace, or return a span without effect if the sampler rejects the trace. A `with` statement ends the span."""
+    """Begin a trace; without effect if the sampler rejects it. A `with` statement ends the span. The SDK limits the links."""
     return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))
 
 

@@ -96,7 +96,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TransferResult:
-    """Result of sending a version. `checksum`: its `version_checksum`. `num_bytes`: sum of the chunks that were really sent."""
+    """Result of sending a version. `checksum`: its `version_checksum`. `num_bytes`: total size of the chunks that were sent."""
 
     checksum: int
     num_bytes: int

@@ -41,7 +41,7 @@ NATS = "nats"
 STALL_S = 60.0
 PIECE_BYTES = 8 * 2**20
 _MESSAGE_BYTES, _MESSAGES_AHEAD = 128 * 1024, 32
-"""Bytes per message, and messages read ahead. Their product, 4 MiB, delays pings and control messages on slow links."""
+"""Bytes per message, and messages read ahead: 4 MiB in all. More would delay pings and control messages on slow links."""
 _Result = TypeVar("_Result")
 _Parts = Iterable[bytes | memoryview]
 

@@ -225,7 +225,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(listeners: Sequence[OnStep]) -> StatLoggerFactory:
-    """Return a class of stat loggers that only call `listeners`. It replaces vLLM's own `PrometheusStatLogger`."""
+    """Return a class of stat loggers that only call `listeners`. As a `PrometheusStatLogger`, it takes the place of vLLM's."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):

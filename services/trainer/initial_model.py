@@ -32,7 +32,7 @@ log = logging.getLogger("services.trainer.initial_model")
 
 
 def make_model() -> None:
-    """Copy or unpack the initial model, if it needs that. Raises `UserError` for an unusable environment or recipe."""
+    """Copy or unpack the initial model if the recipe needs it. Raises `UserError` for an unusable environment or recipe."""
     settings = read_settings(TrainerSettings)
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)

@@ -49,7 +49,7 @@ async def check_volume(settings: TrainerSettings) -> str:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise ServiceError(f"user {os.getuid()} cannot write to {folder}: {error}; check the volume's permissions") from error
+        raise ServiceError(f"user {os.getuid()} cannot write to {folder}: {error}; check its space and permissions") from error
     return f"{folder} is writable; {shutil.disk_usage(folder).free / 2**30:.1f} GiB free"
 
 

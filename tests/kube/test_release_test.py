@@ -107,7 +107,7 @@ async def test_each_part_that_does_not_work_is_named_and_no_other(
     (tmp_path / "file").write_text("")
     for changed, name, what in (
         ({"recipe": tmp_path / "file"}, "recipe", "file"),
-        ({"run_dir": Path("/proc/runs/x")}, "volume", "check the volume's permissions"),
+        ({"run_dir": Path("/proc/runs/x")}, "volume", "check its space and permissions"),
         ({"options": ["--actor-login=/nowhere"]}, "actor's login to NATS", "/nowhere"),
         ({"options": [f"--actor-login={wrong}"]}, "actor's login to NATS", "refuses the login"),
         ({"options": [f"--actor={unused()}"]}, "actor's Service", "is an actor ready, and does its Service select it?"),

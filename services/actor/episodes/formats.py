@@ -151,9 +151,9 @@ class RendererTokenizer:
 
 class FamilyFormat:
     """The format of a model family, written by a renderer of the package `renderers`. `family`: that renderer's name.
-    `variables`: the recipe's `chat_template_kwargs`, which become the renderer's settings. Some renderers refuse to extend a
-    turn by a user's message, because the template then drops earlier thoughts. This class extends the turn nevertheless if
-    rendering the whole conversation anew gives the same text apart from white space."""
+    `variables`: the recipe's `chat_template_kwargs`, which become the renderer's settings of the same names. Some renderers
+    refuse to extend a turn by a user's message, because the template then drops earlier thoughts. This class extends the turn
+    nevertheless if rendering the whole conversation anew gives the same text apart from white space."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer

@@ -134,7 +134,7 @@ class Intake:
                     await self._add(sequence)
 
     async def take_batch(self, version: int) -> list[TrainingGroup]:
-        """Return the groups of the step that starts from `version`. In conventional mode, first wait for all of its phase."""
+        """Wait until the step from `version` (in conventional mode, its phase) has all groups, and return the step's groups."""
         num_groups, grown = groups.groups_before_step(self._recipe, version), False
         while len(self._phase) < num_groups:
             async with self._changed:

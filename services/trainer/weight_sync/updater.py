@@ -182,7 +182,7 @@ class TransferSession:
     async def _broadcast(self, group: CollectiveGroup, snapshot: Snapshot, epoch: int, version: int) -> None:
         try:
             with child(trace_of(self._span), "weight_update.transfer", attributes={a.EPOCH: epoch}):
-                sent = await group.broadcast(snapshot, 2 * self._updater.limit_s)  # `DeadlinePassed` comes first
+                sent = await group.broadcast(snapshot, 2 * self._updater.limit_s)  # twice: `DeadlinePassed` comes first
         except TransferError as error:
             self._updater.post(self, c.TransferFailed(epoch, str(error)))
             return

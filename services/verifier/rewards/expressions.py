@@ -511,7 +511,7 @@ def _factorial(value: Number) -> Number:
 
 
 def _opaque(name: str, value: Number) -> Number:
-    """Return the value of a smooth function that stands for the unknown function `name`. Each name has another one."""
+    """Return the value of a smooth function that stands for the unknown function `name`. Each name has its own."""
     x, seed = inexact(value), zlib.crc32(name.encode())
     return (seed % 97 + 3) + x * (seed % 89 + 2) / 7 + x**3 / (seed % 83 + 5) + mp.sin(x)
 
@@ -538,7 +538,7 @@ _CALLS: dict[str, Callable[..., Number]] = {
 
 
 def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
-    """Return the value of a tree for these variables. Call this in a `precise` context. Raises `Unreadable` if it has none."""
+    """Return a tree's value for these variables. Call this in a `precise` context. Raises `Unreadable` if none is usable."""
     match node:
         case Node("number", _, (value,)):
             return _bounded(value)

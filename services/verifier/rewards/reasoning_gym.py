@@ -93,7 +93,7 @@ def _is_of_a_formula(node: ast.AST) -> bool:
 
 
 def reasoning_gym_scorer(family: str) -> Scorer:
-    """Return a scorer that calls reasoning-gym's scorer of a reference's family. Raises `FieldError` for an unknown one."""
+    """Return a scorer that calls reasoning-gym's scorer of a reference's family. Raises `FieldError` if `family` is unknown."""
     check_family(family)
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.factory import DATASETS
