@@ -38,8 +38,8 @@ class Figure:
     """True if the metric keeps its value at a step without the figure, instead of having none."""
     on_page: bool = False
     event: type | None = None
-    """For a figure about events since the previous step, such as evaluations: the type of its value. Called without arguments,
-    this type returns the value that stands for no events: 0.0, [] or None. For every other figure, `event` is None."""
+    """For a figure about events since the previous step, such as evaluations: a type. Called without arguments, it returns the
+    value that stands for no events: 0, 0.0, [] or, for `NoneType`, None. For every other figure, `event` is None."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json with their reductions. `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""

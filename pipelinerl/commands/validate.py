@@ -211,7 +211,7 @@ def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldEr
 
 
 def model_of(recipe: Recipe, parameters: str | None) -> Model:
-    """Return the recipe's model. `parameters`, if given, is its size, such as `7.6B`. Raises `FieldError` if none is known."""
+    """Return the recipe's model. `parameters`: its size, such as `7.6B`; None = find it. Raises `FieldError` if that fails."""
     name, size = recipe.model.name or recipe.model.source, size_of(parameters) if parameters is not None else 0
     if not (size := size or known_parameters(recipe.model)):
         parts = [part for part in name.split("/") if _SIZE_IN_NAME.search(part)]  # the last part is the most specific

@@ -116,8 +116,8 @@ def answers(run: RunRecords) -> Rows:
     answers-misread (recipes.md#rewards): The reward takes another part of the completion as its answer: 20 % of at least 8
         samples end with the reference, but the answer that was found earns nothing.
     right-unrewarded (recipes.md#rewards): Answers that equal the reference, apart from a unit, earn no more than others: 80 %
-        of at least 4 such answers earn nothing in a run that has not learned, or at least 10 such answers earn about as much
-        as at least 10 others on average.
+        of at least 4 such answers earn nothing in a run that has not learned, or at least 10 such answers earn hardly more
+        than at least 10 others on average.
     references-unrelated (recipes.md#tasks): Answers equal their own reference no more often than another problem's: in at least
         24 samples of a run that has not learned, equal ones are less than 2 standard errors more frequent than they would be
         with shuffled references; grave if the samples have at least 5 different references.

@@ -337,7 +337,7 @@ async def _fetch_all(release: Release, seen: Look, folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # noqa: ASYNC240 - nothing else runs meanwhile
     (folder / _MARK).write_text(seen.uid)
     if total - _bytes_in(folder) > shutil.disk_usage(folder).free:
-        raise ServiceError(f"the results need {total / 1e9:,.1f} GB, more than is free on the disk of {folder}; free some")
+        raise ServiceError(f"the results need {total / 1e9:,.1f} GB, more than the disk of {folder} has free; free some space")
     for name, (size, target) in files.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("ab") as file:

@@ -16,7 +16,7 @@ from pipelinerl.run_dir import RunDir, write_json
 def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | None, list[str]]:
     """Return the recipe, the placement (None without a GPU), and lines to print. In the recipe, numbers replace `auto`, and
     Gloo replaces NCCL if needed. `wanted`: the user's placement, as JSON or as a JSON file's name; "" = choose one. Raises
-    `FieldError` if the placement is invalid or does not fit the GPUs of this machine."""
+    `FieldError` if the placement is invalid, or if it or the recipe does not fit this machine."""
     found = find_devices()
     if not found.devices:
         if wanted:

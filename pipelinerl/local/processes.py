@@ -39,7 +39,7 @@ _PROC = Path("/proc")
 _POLL_S = 0.05
 _TAIL_LINES = 20
 LOG_BYTES = 64 * 1024**2
-"""Size above which a service's log is emptied. Before that, its last bytes are copied to a second file."""
+"""Size above which a service's log is emptied. Before that, its end of this size is copied to a second file."""
 _LEFTOVER_S = 1.0
 _KILL_ROUNDS, _KILL_WAIT_S = 3, 1.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

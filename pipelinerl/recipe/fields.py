@@ -230,7 +230,7 @@ class ModelConfig(Section):
     logits to `dtype`, which changes log-probabilities by hundredths of a nat."""
     max_context: int = Field(2048, ge=16, le=1_048_576, description="Maximum number of prompt and completion tokens together.")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = "auto"
-    """Attention of the trainer. `auto`: PipelineRL's own, or `eager` where that would change the model's log-probabilities."""
+    """Attention of the trainer. `auto`: PipelineRL's own, unless it changes the model's log-probabilities; then `eager`."""
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     chat_template: str = Field("", description="Jinja chat template, or its path; replaces the model's, also in checkpoints.")
     chat_template_kwargs: dict[str, Any] = {}
@@ -346,7 +346,7 @@ class JudgeConfig(Section):
     template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")]
     """Message to the judge. It must contain `{completion}`; `{prompt}` and `{reference}` (answer) are optional."""
     pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")]
-    r"""Regular expression, such as `Score: (\d+(?:\.\d+)?)`. Group 1 of its last match in the judge's reply is the score."""
+    r"""Regular expression, such as `Score: (\d+(?:\.\d+)?)`. The score is group 1 of the reply's last match / `full_marks`."""
     full_marks: float = Field(1.0, gt=0, description="Number that the judge gives a fully right answer, on a scale from 0.")
     concurrency: int = Field(16, ge=1, le=1024, description="Maximum simultaneous calls by each verifier for a task.")
     requests_per_minute: float = Field(

@@ -40,7 +40,7 @@ Options = Sequence[tuple[str, Any]]
 
 class ErrorBoundary(aio.ServerInterceptor):
     """Convert errors of our handlers to statuses: `UserError` and `MessageError` to INVALID_ARGUMENT, `ServiceError` to
-    FAILED_PRECONDITION, any other error to INTERNAL with its type. Long texts are cut. A status set by a handler is kept."""
+    FAILED_PRECONDITION, any other error to INTERNAL with type and text. Long texts are cut. A handler's own abort is kept."""
 
     async def intercept_service(
         self,

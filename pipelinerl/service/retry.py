@@ -43,7 +43,7 @@ def is_bus_outage(error: Exception) -> bool:
 
 
 def is_transfer_error(error: Exception) -> bool:
-    """Return whether another attempt to write the weight log may succeed, for example because its store is up again."""
+    """Return whether another attempt may succeed: the weight log's store may be up again, or a newer version may work."""
     return isinstance(error, TransferError)
 
 

@@ -40,8 +40,8 @@ class StreamsSettings(BaseSettings):
     nats_url: str = Field("", description="NATS servers of the run, separated by commas; empty = none is known.")
     nats_credentials: Path | None = Field(None, description="File with `user:password` or a NATS .creds file.")
     nats_tls_dir: Path | None = None
-    """Folder with ca.crt, and with tls.crt and tls.key if the server asks for a certificate. If it is None,
-    the machine's own CAs check the server of a tls:// address."""
+    """Folder with ca.crt, and with tls.crt and tls.key if the server asks for a certificate. None = trust the
+    machine's own CAs, for a tls:// address."""
 
 
 class ServiceSettings(BaseSettings):
