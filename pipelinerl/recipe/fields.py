@@ -509,7 +509,7 @@ class AlgorithmConfig(Section):
     mask: Literal["none", "icepop", "sequence", "off_policy_sequence"] = "none"
     """Tokens left out of the policy loss. `icepop`: each token whose π / μ is out of bounds. `sequence`: all tokens of a
     sequence (in episodes: branch) if its geometric mean of π / μ is out of bounds. `off_policy_sequence`: all tokens of a
-    sequence if its advantage is negative and its mean of log μ − log π is above `mask_kl`."""
+    sequence (or branch) if its advantage is negative and its mean of log μ − log π is above `mask_kl`."""
     mask_low: float = Field(0.5, ge=0, le=1, description="Lower bound of π / μ for `icepop` and `sequence`.")
     mask_high: float = Field(5.0, ge=1, description="Upper bound of π / μ for `icepop` and `sequence`.")
     mask_kl: float = Field(0.5, ge=0, description="δ, nats: limit for `off_policy_sequence`.")
