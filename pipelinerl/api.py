@@ -94,7 +94,7 @@ def start(
         raise FieldError(
             "reward",
             scorer,
-            "no task uses it: each has its own reward.scorer or environment; leave it out, or remove a task's reward.scorer",
+            "no task uses it: each has its own reward.scorer or environment; drop reward, or remove a task's reward.scorer",
         )
     for modules in (loading.modules_beside(checked, given) if given is not None else None, shipped):
         if modules is not None:

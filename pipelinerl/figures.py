@@ -38,7 +38,7 @@ class Figure:
     """True if the metric keeps its value at a step without the figure, instead of having none."""
     on_page: bool = False
     event: type | None = None
-    """For a figure about events since the previous step, such as evaluations: a type. Called without arguments, it returns the
+    """For a figure about events since the previous step, such as evaluations: the type whose call without arguments returns the
     value that stands for no events: 0, 0.0, [] or, for `NoneType`, None. For every other figure, `event` is None."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json with their reductions. `ess.mean` is the key `mean` of the object `ess`."""
@@ -209,7 +209,7 @@ def plain(text: str) -> str:
 
 
 RUN_FIGURES = {key: (reduction, figure) for figure in FIGURES for key, reduction in figure.summary.items()}
-"""For each key of summary.json that combines a figure of all steps: the `Reduction` and the figure."""
+"""For each key of summary.json whose value combines one figure over all steps: the `Reduction` and the figure."""
 
 Reduced = dict[str, list[float]]
 """For each key of summary.json: the value combined over the steps, and the sum of the steps' weights in a mean or rate."""
@@ -238,7 +238,7 @@ def reduce_step(reduced: Reduced, record: Mapping[str, Any], *, events: bool) ->
 
 
 def run_figures(reduced: Reduced) -> dict[str, Any]:
-    """Return the keys of summary.json that combine figures of all steps. Without steps, sums and counts are 0, others None."""
+    """Return the part of summary.json that combines figures of all steps. Without steps, sums and counts are 0, others None."""
     found: dict[str, Any] = {}
     for key, (reduction, _) in RUN_FIGURES.items():
         total, weights = reduced.get(key, (0 if reduction in ("sum", "ones") else None, 0))

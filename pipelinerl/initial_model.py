@@ -74,7 +74,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def model_source(recipe: Recipe, settings: PolicySettings) -> str:
-    """Return the folder or hub id to load the initial policy from. Raises `FieldError` if a built model is missing."""
+    """Return the folder or hub id of the initial policy. Raises `FieldError` if the cache lacks a model that the run builds."""
     if settings.model_dir or not is_built(recipe.model):
         return settings.model_dir or str(model_folder(recipe.model) or recipe.model.name)
     folder = built_folder(recipe, settings.run, settings.model_cache)

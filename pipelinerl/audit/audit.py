@@ -211,7 +211,7 @@ def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
 
 
 def _check_lineage(path: Path, audit: Audit) -> None:
-    """Check that lineage.json lists each start that the journal has. The journal may lack that of a trainer that died early."""
+    """Check that lineage.json lists each start in the journal. The journal may lack the start of a trainer that died early."""
     history, findings, known = audit.history, audit.findings, trainer_starts(path.parent)
     if not read_json(path):
         if history.starts:
@@ -416,7 +416,7 @@ _OUTLIERS = 10
 
 
 def lines(audit: Audit, versions: bool = False) -> Iterator[str]:
-    """Yield the lines of the report. `versions`: list the trained sequences of all versions, not only unusual counts."""
+    """Yield the report's lines. `versions`: show the number of trained sequences of every version, not only unusual numbers."""
     replay = audit.replay
     yield f"{audit.run}: {audit.state}, {counted(len(audit.history.starts), 'start')}, version {number(replay.version)}"
     yield ""

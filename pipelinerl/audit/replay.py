@@ -118,7 +118,7 @@ class Replay:
             self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
 
     def reserve(self, event: Event) -> None:
-        """Record a reservation, even if a restart undid it, since its groups may be on the streams. Ignore other events."""
+        """Record reserved group numbers, even if undone, since their groups may be on the streams. Ignore other events."""
         if event.get("event") == "reserve" and isinstance(groups := event.get("groups"), int):
             self.reserved = max(self.reserved, groups)
 
@@ -238,7 +238,7 @@ class History:
         return next((start for start in self.starts if start.keep <= offset < start.offset), None)
 
     def counts(self, num_bytes: int) -> bool:
-        """Return whether the journal has `num_bytes` bytes and no start undid the event at the last one. True for 0 bytes."""
+        """Return whether the journal has `num_bytes` bytes, and no start undid the event that ends there. True for 0 bytes."""
         return num_bytes == 0 or (0 < num_bytes <= self.size and self.undone_by(num_bytes - 1) is None)
 
 

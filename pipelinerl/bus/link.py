@@ -1,8 +1,8 @@
 """A connection to NATS that reconnects and reports failures as `BusError`, and a base class for readers of stream messages.
 
 `Connection` extends nats-py's client. If the server refuses a request or the connection is lost, the request raises an error.
-Logins and certificates are read again for each connection. If one of these files is unreadable, the first connection fails, but
-a later one uses the previous content and logs a warning. If TLS is configured, no login is sent without it.
+The files with login and certificates are read again for each connection. If one of them is unreadable, the first connection
+fails, but a later one uses the previous content and logs a warning. If TLS is configured, no login is sent without TLS.
 """
 
 from __future__ import annotations

@@ -147,8 +147,8 @@ def watched(kinds: Sequence[str], actor: str) -> list[tuple[str, str]]:
 
 
 def check_control(kind: str, actor: str) -> None:
-    """Raise `FieldError` if `kind` is unknown or does not fit `actor`. An answer needs its sender as `actor`. An order may
-    have a receiver if its kind is in `TO_ONE_ACTOR`."""
+    """Raise `FieldError` if `kind` is unknown, or `actor` is wrong for it. For an answer (`FROM_ACTOR`), `actor` must name the
+    sender. For an order in `TO_ONE_ACTOR`, `actor` may name a receiver; for any other order, `actor` must be empty."""
     if kind not in FROM_TRAINER + FROM_ACTOR:
         raise FieldError("kind", kind, f"use one of {', '.join(FROM_TRAINER + FROM_ACTOR)}")
     if kind in FROM_ACTOR or (actor and kind in TO_ONE_ACTOR):

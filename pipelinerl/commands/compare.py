@@ -49,8 +49,8 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run, read from its folder. `fields`: the recipe's fields and other facts, by dotted name. `rows`: see `rows_of`.
-    `results`: texts by label. `accuracies`: [value, low, high] of the last evaluation, by label. `changes`: recipe changes."""
+    """A run, read from its folder. `fields`: recipe fields and other facts, by dotted name. `rows`: see `rows_of`. `results`:
+    texts by label. `accuracies`: [value, low, high] of the last evaluation, by label. `changes`: see `recipe_changes_of`."""
 
     name: str
     fields: Record

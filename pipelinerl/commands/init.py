@@ -79,7 +79,7 @@ def needs(recipe: Recipe) -> dict[str, Any]:
 
 TEMPLATES = Path(pipelinerl.__file__).parent / "templates"
 _NAME = "my-task"
-"""Placeholder in the templates for the recipe's name and the folder. It is also the fallback for the recipe's name."""
+"""Placeholder in templates for the names of recipe and folder. If the folder's name is unusable, the recipe keeps this name."""
 _QUESTIONS = ("question", "prompt", "problem", "query", "instruction", "input", "messages")
 _ANSWERS = (
     "answer", "final_answer", "expected_answer", "ground_truth", "reward_model.ground_truth", "reference", "solution", "output",

@@ -25,7 +25,7 @@ _DECIDED_EARLIER = (
     *("advantage", "normalize_std", "filter_equal_rewards", "max_lag", "max_lag_of", "conventional_g"),
     *("batch_size", "max_skipped_steps", "give_up_after_groups"),
 )
-"""Fields of `algorithm` and of `trainer` that shaped the recorded data or its advantages."""
+"""Fields of `algorithm` and `trainer` that took effect before a step was recorded, so that a replay cannot vary them."""
 
 
 def replay(args: argparse.Namespace) -> int:
@@ -53,7 +53,7 @@ def rollback(args: argparse.Namespace) -> int:
     with run.locked("RUN"), Journal(run.path / JOURNAL, alone=True) as journal:
         check_stopped(run, "RUN")
         if args.to == newest_checkpoint(run.path):
-            raise FieldError("--to", args.to, "is the version of the newest checkpoint, from which the run continues anyway")
+            raise FieldError("--to", args.to, "is the newest checkpoint, with which the run continues anyway; give another one")
         if args.to not in resumable(run.path):
             run.check_space("RUN", 0)
             if code := _compute(run, recipe, last=args.to, checkpoint=True):

@@ -71,7 +71,7 @@ def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
 
 
 Prepared = tuple[Recipe, RunDir, Placement | None, list[str]]
-"""The recipe with numbers instead of `auto`, the run's folder, its GPUs, and notes for the user."""
+"""The recipe with numbers instead of `auto`, the run's folder, the placement (None without a GPU), and notes to print."""
 
 
 def _new(args: argparse.Namespace, overrides: Sequence[str], stack: ExitStack) -> Prepared:

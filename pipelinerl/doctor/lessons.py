@@ -39,7 +39,7 @@ def _right(sample: Record) -> bool:
 
 
 def _earned(samples: Iterable[Record]) -> list[float]:
-    """Return the sum of the terms `answer` and `answer.*` of each sample with a reward; without such terms, its reward."""
+    """Return, for each sample with a reward, the sum of its terms `answer` and `answer.*` or, if it has none, the reward."""
     terms = [({n: v for n, v in (one.get("terms") or {}).items() if n.partition(".")[0] == "answer"}, one) for one in samples]
     return [sum(of.values()) if of else one["reward"] for of, one in terms if number_at(one, "reward") is not None]
 
@@ -178,8 +178,8 @@ def rewards(run: RunRecords) -> Rows:
     reward-constant (recipes.md#rewards): Rewards, or the marks of a judge, do not vary within groups: in 75 % of the groups of
         a run that has not learned; grave from 95 %.
     reward-plateau (recipes.md#rewards): The reward has risen and stopped below its maximum: rewards are equal in 75 % of the
-        last groups. The last steps (a quarter of the run, 3 to 20) earn under 90 % of the maximum, and less than 5 % of the
-        maximum more than as many steps before.
+        last groups. The mean reward of the last steps (a quarter of the run, 3 to 20 steps) is under 90 % of the maximum, and
+        exceeds that of the same number of steps before them by less than 5 % of the maximum.
     """
     last, reward, size = _last(run.trained_samples), run.first_task.reward, run.recipe.sampling.group_size
     is_stuck, is_judged, best = run.is_stuck, reward.scorer == "judge", reward.correct

@@ -109,7 +109,7 @@ class RunRecords:
 
     @property
     def has_collapsed(self) -> bool:
-        """Return whether the reward fell below half of its start, and by 3 standard errors."""
+        """Return whether the late mean reward is below half of the early one, and lower by more than 3 standard errors."""
         early, late = self.early("reward_mean"), self.late("reward_mean")
         return early > 0 and late < early / 2 and self.change("reward_mean") < -3
 

@@ -31,7 +31,8 @@ _LOST = (
     ("actor-differs", ("actor_quarantined",), "actor.engine", "compare its GPU and software with those of other actors"),
     ("sequences-lost", _OTHERS, "logs", "docs/errors.md lists causes by reason; the logs have the first error"),
 )
-"""Rules about failed sequences: id, beginnings of the reasons, field and fix. `_FIXES` has other fixes for some reasons."""
+"""Rules about failed sequences: a rule's id, the prefixes of the failure reasons that it counts, and the field and fix of its
+finding. For the reasons in `_FIXES`, field and fix come from there."""
 _LONG = ("model.max_context", "raise it, or drop long problems")
 _FIXES = {
     "reward_timeout": ("reward.timeout_s", "raise it above the slowest call that pipelinerl validate shows"),
@@ -42,7 +43,7 @@ _FIXES = {
     "turn_timeout": ("task.turn_timeout_s", "raise it, or lower actor.episodes_in_progress"),
 }
 _MOST_KL = {"float32": 1e-3, "bfloat16": 0.05}
-"""Usual limit, in nats, of the KL of actor and trainer at lag 0. Rounding gives 1e-9 in float32 and about 1e-3 in bfloat16."""
+"""KL of actor and trainer at lag 0, in nats, from which it is reported. Rounding gives 1e-9 in float32, 1e-3 in bfloat16."""
 
 
 def losses(run: RunRecords) -> Rows:
@@ -193,7 +194,7 @@ def policy(run: RunRecords) -> Rows:
 
 
 def _lacks_half(evaluation: Mapping[str, Any], asked: int) -> bool:
-    """Return whether half of an evaluation's answers are missing. `asked`: their number if each set has all its problems."""
+    """Return whether half of an evaluation's answers are missing. `asked`: number of answers that the recipe asks for."""
     missing, accuracy, bound = (number_at(evaluation, key) or 0.0 for key in ("unanswered", "accuracy", "lower_bound"))
     return missing >= asked / 2 or bool(missing and accuracy and bound <= accuracy / 2)  # bound / accuracy: the answered share
 
@@ -246,7 +247,7 @@ def examine_run(
 
 
 def findings_about(run: RunRecords) -> list[Finding]:
-    """Return the findings about a run, ranked. If the run has learned, findings about its settings are notes."""
+    """Return the findings about a run, ranked. If the run has learned, findings about its settings get the gravity `note`."""
     parameters = 0
     with suppress(UserError, OSError):  # the model may be on another machine
         parameters = known_parameters(run.recipe.model)

@@ -1,6 +1,6 @@
 """Rules about values of recipe fields that spoil a run on any task: sampling, optimizer and loss. Pure.
 
-They are applied to a recipe before a run, and again with a run's records. If the run has learned, their findings become notes.
+They are applied to a recipe before a run, and again with a run's records. If the run has learned, findings get gravity `note`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _ANY = (-math.inf, math.inf)
 
 @dataclass
 class Settings:
-    """A recipe, and its model's `parameters` (0 = unknown). `earned`: largest reward of a user's function in trials, by set."""
+    """A recipe, and its model's `parameters` (0 = unknown). `earned`: largest absolute reward that a user's
+    function gave in trial calls, by key of `recipe.sets_by_place`."""
 
     recipe: Recipe
     parameters: int = 0

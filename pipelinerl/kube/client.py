@@ -100,7 +100,7 @@ def name_of(item: Object) -> str:
 
 
 REQUEST_S, PERSON_S = 5.0, 30.0
-"""Time limits of a call by a pod and by a person. A dead websocket is noticed after 1.5 · `PERSON_S`."""
+"""Time limits of a call from a pod and of a call from a user's machine. A dead websocket is noticed after 1.5 · `PERSON_S`."""
 WATCH_S = 60
 """Seconds after which the server ends a watch. The pods are then listed again, which also finds what a broken watch missed."""
 DETAIL_CHARACTERS = 300
@@ -219,7 +219,7 @@ class PersonClient(KubeClient):
         await load_kube_config(context=self.context or None, client_configuration=configuration)
 
     async def delete(self, listing: Permission, selector: str) -> None:
-        """Delete each object that `listing` finds. Kubernetes deletes its dependents later, and a PVC when no pod uses it."""
+        """Delete each object that `listing` finds. Kubernetes deletes their dependents later, and a PVC once no pod uses it."""
         deletion = replace(listing, verb="delete", method=listing.method.replace("list", "delete", 1))
         for item in await self.items(listing, selector):
             await self.call(deletion, name=name_of(item), propagation_policy="Background")
@@ -340,8 +340,8 @@ ENDED_PHASES = ("Succeeded", "Failed")
 
 @dataclass(frozen=True)
 class PodEnd:
-    """The end of a pod. `still_running`: if True, the API asked the pod to end, and it may run until its grace period is over;
-    if False, its processes are gone. `final`: if False, the pod may still run, but no longer has the watched labels."""
+    """The end of a pod. `still_running`: the API asked the pod to end, and it may run until its grace period is over. If False,
+    its processes are gone, unless `final` is False: then the pod may only have lost the watched labels, and still run."""
 
     name: str
     uid: str

@@ -5,7 +5,7 @@ progress. At the end, unless all pods are kept, the actors are scaled to zero fi
 the number of actors, so that the run can continue. Scaling uses the subresource `scale`, so that a later upgrade by Helm has no
 conflict.
 
-A trainer that restarts in the middle does everything again. Failed calls are repeated until the API accepts them. But
+A trainer that restarts during these steps repeats all of them. Failed calls are repeated until the API accepts them. But
 `publish_progress` repeats none, and `failure_told` gives up after `FAILURE_TOLD_WITHIN_S`.
 """
 
@@ -67,7 +67,7 @@ async def complete(
     settings: TrainerSettings, version: int, uploaded: Callable[[], Awaitable[None]], progress: Mapping[str, str]
 ) -> None:
     """Free the resources of a finished run as `on_completion` says. Publish the end only after `uploaded` has returned,
-    because a client that sees it may remove the release. The trainer is scaled to zero last, because that ends this process."""
+    because a client that sees the end may remove the release. Scale the trainer to zero last, since that ends this process."""
     async with _cluster(settings) as client:
         if client is None:
             return
