@@ -118,7 +118,7 @@ class Replay:
             self._findings.add(Check.JOURNAL, f"byte {offset}: {kind} lacks a valid field: {error!r}")
 
     def reserve(self, event: Event) -> None:
-        """If the event is `reserve`, record its group numbers, even if a restart undid it: their groups may be on the streams."""
+        """If the event is `reserve`, record its group numbers, even if a restart undid it: the groups may be on streams."""
         if event.get("event") == "reserve" and isinstance(groups := event.get("groups"), int):
             self.reserved = max(self.reserved, groups)
 
