@@ -24,7 +24,7 @@ from pipelinerl.tasks.source import Problem, conversation
 log = logging.getLogger(__name__)
 
 _MARK = f"k{secrets.token_hex(12)}q"
-"""Mark to insert into spelled control tokens. Nobody can guess it, and JSON and templates leave it unchanged."""
+"""Mark that is inserted where a text spells a control token. Nobody can guess it; JSON and templates leave it unchanged."""
 _PREFIX = 3
 """Number of a control token's first characters that a search looks for, before it compares the whole token."""
 
@@ -68,7 +68,7 @@ _ANSWERED = {"role": "assistant", "content": _ANSWER}
 
 
 def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
-    """Return the rendered text after an answer, including a new question if `asked_again`. Raises the template's errors."""
+    """Return what the template writes after an answer, with a new question if `asked_again`. Raises the template's errors."""
     messages = [_ASK, _ANSWERED, *([_ASK] if asked_again else [])]
     return written(tokenizer, messages, begins_turn=False).rpartition(_ANSWER)[2]
 
@@ -80,7 +80,7 @@ class ControlTokens:
     Tags with `think` in their name do not count as enclosing. With Qwen3, for example, `<|im_end|>` is a control token, but
     `<think>` and `<tool_call>` are not. In the result of a tool, all added tokens are control tokens: a tool cannot write them.
 
-    `has_own_encoder`: True if another encoder encodes messages and never reads added tokens in texts. Then no token is marked.
+    `has_own_encoder`: True for gpt-oss. Its own encoder never reads added tokens in texts, so `parted` inserts no marks.
     """
 
     def __init__(self, tokenizer: Any, *, has_own_encoder: bool = False) -> None:
@@ -98,7 +98,7 @@ class ControlTokens:
         self._control = Spellings(self.texts)
 
     def parted(self, value: Any) -> Any:
-        """Return messages, tools or a text with the mark inserted into each control token that a text spells."""
+        """Return `value` (messages, tools or a text) with `_MARK` inside each control token that its texts spell."""
         if isinstance(value, list | tuple):
             return [self.parted(item) for item in value]
         is_result = isinstance(value, Mapping) and value.get("role") == "tool"
@@ -139,7 +139,7 @@ def answer_end(tokenizer: Any) -> int | None:
     try:
         text = after_answer(tokenizer).lstrip() or after_answer(tokenizer, asked_again=True).lstrip()
     except Exception as error:  # noqa: BLE001 - a template calls raise_exception, or fails on a field that is not there
-        log.warning("cannot tell from the chat template which token ends an answer; only the model's end tokens do: %s", error)
+        log.warning("cannot tell from the chat template which token ends an answer, so only the model's end tokens do: %s", error)
         return None
     first = tokenizer.encode(text, add_special_tokens=False)[:1]
     known = (tokenizer.eos_token_id, *(token for token in first if token not in tokenizer.added_tokens_decoder))
@@ -147,7 +147,7 @@ def answer_end(tokenizer: Any) -> int | None:
 
 
 class Spellings:
-    """Find tokens in texts. The time depends on how many distinct prefixes and lengths the tokens have, not on their number."""
+    """Find tokens in texts. The time grows with the different prefixes and lengths of the tokens, not with their number."""
 
     def __init__(self, tokens: set[str]) -> None:
         self._tokens = {token for token in tokens if len(token) > 1}

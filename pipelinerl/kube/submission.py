@@ -38,9 +38,9 @@ COMPONENT, INSTANCE = "app.kubernetes.io/component", "app.kubernetes.io/instance
 RUNS = f"app.kubernetes.io/part-of=pipelinerl,{COMPONENT}=trainer"
 """Selector of the trainers' StatefulSets, and of the ConfigMaps with the states of runs."""
 SUBMITTED = "pipelinerl/submitted"
-"""Label of objects that this command has installed and may remove. Its value identifies the installation."""
+"""Label of objects that `pipelinerl submit` has installed and may remove. Its value identifies the installation."""
 STATE = "-run"
-"""Suffix of the name of a ConfigMap with the state of a run. The part before it begins the names of the release's objects."""
+"""Suffix of the name of the ConfigMap with a run's state. The rest of the name is the prefix of all names in the release."""
 _LOOK_S = 2.0
 """Seconds between two queries of the release's state, and between two attempts to fetch files."""
 _LAST_STEPS_S, _GIVE_UP_S = 5.0, 600.0
@@ -221,7 +221,7 @@ class Look:
         return next((pod for pod in self.pods if name_of(pod) == f"{self.prefix}-trainer-0"), None)
 
     def update(self, state: RunState) -> None:
-        """Update the display's state with what pods wait for. A trainer that is ready reports its own phase."""
+        """Write into `state` the pods' restarts and what they wait for. A trainer that is ready reports its phase itself."""
         pods = {name_of(pod).removeprefix(f"{self.prefix}-"): pod for pod in self.pods}
         waiting = {name: why_not_ready(pod) for name, pod in sorted(pods.items())}
         actors = {name for name, pod in pods.items() if labels_of(pod).get(COMPONENT) == "actor"}
@@ -362,8 +362,8 @@ def check_folder(folder: Path, installation: str = "") -> None:
 
 
 def files_of(listed: bytes, folder: Path) -> dict[str, tuple[int, Path]]:
-    """Return the size and the target of each listed file that is fetched. Raises `ServiceError` if the list cannot be parsed,
-    or if a name leads out of `folder` or through a symbolic link in it."""
+    """Return size and local path of each listed file that belongs to `FILES`. Raises `ServiceError` if the list cannot be
+    parsed, or if a name leads out of `folder` or through a symbolic link in it."""
     files = {}
     try:
         for size, name in (line.split(" ", 1) for line in listed.decode().splitlines()):

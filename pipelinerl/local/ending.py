@@ -123,7 +123,7 @@ def finish(recipe: Recipe, run_dir: RunDir, ending: Ending) -> int:
 
 
 def complete_summary(recipe: Recipe, run_dir: RunDir, ending: Ending) -> dict[str, Any]:
-    """Return the run's summary, with the runner's data. If the trainer wrote no summary, compute it from metrics.jsonl."""
+    """Return the trainer's summary, or one computed from metrics.jsonl, with time, restarts and error from the runner."""
     summary = read_json(run_dir.summary) or summary_from_metrics(recipe, read_jsonl(run_dir.metrics))
     interrupted = ending.interrupted or bool(summary.get("interrupted"))
     own = {"wall_s": round(ending.wall_s, 3), "restarts": dict(ending.restarts), "interrupted": interrupted}

@@ -39,7 +39,7 @@ _PROC = Path("/proc")
 _POLL_S = 0.05
 _TAIL_LINES = 20
 LOG_BYTES = 64 * 1024**2
-"""Size above which a service's log is emptied. Before that, its end of this size is copied to a second file."""
+"""Size above which a service's log is emptied, after its last `LOG_BYTES` bytes have been copied to a second file."""
 _LEFTOVER_S = 1.0
 _KILL_ROUNDS, _KILL_WAIT_S = 3, 1.0
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -225,8 +225,8 @@ def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
 
 
 def bound_log(log: Path, most_bytes: int = LOG_BYTES) -> None:
-    """If a log has more than `most_bytes`, copy its end to `<name>.log.1`, and empty the log. Its process keeps it open, so
-    lines that the process writes meanwhile may be lost."""
+    """If a log has more than `most_bytes`, copy its last `most_bytes` bytes to `<name>.log.1`, and empty the log. Lines that
+    the service writes to the log meanwhile may be lost."""
     if log.stat().st_size > most_bytes:
         with log.open("rb") as file, log.with_suffix(".log.1").open("wb") as kept:
             file.seek(-most_bytes, os.SEEK_END)

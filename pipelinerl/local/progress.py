@@ -93,7 +93,7 @@ class RunState:
     """Each actor's state, or the reason why it is unknown, by the actor's name."""
     sequences: Mapping[str, int] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Message of the first sequence that failed for each reason, by reason. It may quote a completion or a reward's error."""
+    """For each reason of failures, message of the first sequence that failed. It may quote a completion or a reward's error."""
     restarts: Counter[str] = field(default_factory=Counter)
     page: str = ""
     """URL of the live page; empty if it is not served."""

@@ -91,7 +91,7 @@ _HUNG_AFTER = 10
 _SCALED_GRACE_S = 15.0
 """Seconds that an actor removed by scaling has to hand over its sequences before it is killed."""
 _ENDED_GRACE_S = 1.0
-"""If a process ends by itself, its workers are killed after this many seconds."""
+"""At the stop, seconds until the workers of a process that has already ended are killed."""
 _LONGEST_FOLDER = 70
 """Maximum length of the path of the temporary folder. It holds vLLM's sockets, whose paths have at most 107 characters."""
 TRAINER = "trainer"
@@ -335,7 +335,7 @@ class LocalRun:
         return self._stop_by_s
 
     def _show_stopping(self) -> None:
-        """Show what the stop waits for: the trainer's checkpoint, or the step that the trainer finishes before it."""
+        """Show what the stop waits for: first the trainer's current step, then its checkpoint."""
         assert self._stop_by_s is not None, "it stops"
         now_s, trainer = time.monotonic(), self._processes.get(TRAINER)
         if trainer is None or trainer.returncode is not None:

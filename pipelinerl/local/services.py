@@ -40,7 +40,7 @@ class ThreadPlan:
     engine: int
 
     def actor_env(self) -> dict[str, str]:
-        """Return the variables for an actor's threads. Without `nobind`, vLLM would pin all actors to the same cores."""
+        """Return environment variables for actor threads. Without `nobind`, vLLM would pin all actors to the same cores."""
         return {**_thread_env(self.engine), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -132,7 +132,7 @@ class ServiceLaunches:
     """Folder of the initial policy; empty = the services fetch a hub model."""
 
     def verifier(self, again: ServiceAddress | None = None) -> Launch:
-        """Return the verifier's launch. After a restart, it keeps its previous address `again`, because actors use it."""
+        """Return the verifier's launch. `again`: its address before a restart. It keeps this address, because actors use it."""
         own = self.run_dir.path.resolve()
         # User code must not read this folder. By default, runs/ also holds other runs with their secrets.
         private = own.parent if own.parent.name == "runs" else own

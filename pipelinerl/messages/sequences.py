@@ -111,8 +111,8 @@ class Branch(Completion):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
-    """Tokens of one sample that its actor hands over. For an episode, `branches` hold all tokens. For the next actor,
-    the environment begins anew. If it repeats a request, that actor answers with the recorded turn in `branches`."""
+    """Tokens of one sample that its actor hands over. For an episode, `branches` hold all tokens. When the next actor continues
+    it, the environment starts anew, and the actor answers each request that is repeated with the recorded turn."""
 
     sample_index: int
     generation_s: float = 0.0
@@ -235,7 +235,7 @@ def decode_sequence(data: bytes, *, expected_run: str = "") -> Sequence:
 
 
 def remains_of_sequence(data: bytes, *, run: str) -> tuple[str, bytes]:
-    """Return id and group token of a sequence that `decode_sequence` refuses; empty if unreadable or of another run."""
+    """Return id and `group_token` of a sequence that `decode_sequence` refuses; empty if unreadable or of another run."""
     try:
         message = parse(pb.Sequence(), data, _SEQUENCE)
     except MessageError:
@@ -338,7 +338,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("done_samples", "stop_token_ids", "stop"), lambda given, *_: tuple(given)),
     **dict.fromkeys(("reward_components", "metrics"), lambda given, *_: dict(given)),
 }
-"""Conversions by the name of the field. Other fields have the same value in the dataclass and in its protobuf message."""
+"""Conversions of a message's values for its dataclass, by name of the field. Other fields have the same value in both."""
 
 
 def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:

@@ -183,7 +183,7 @@ def _results(items: Iterable[pb.VerifyItem | pb.EpisodeRequest], response: pb.Ve
         raise MessageError("VerifyResponse", "results", f"asked about {asked[:3]}..., answered {answered[:3]}...")
     for result in response.results:
         if result.status not in pb.VerifyStatus.values() or result.status == pb.VERIFY_STATUS_UNSPECIFIED:
-            raise MessageError("VerifyResult", "status", f"{result.status} of {result.sequence_id} is not a status")
+            raise MessageError("VerifyResult", "status", f"{result.sequence_id} has the unknown status {result.status}")
         is_usable = all(abs(value) <= MOST_REWARD for value in (result.reward, *result.components.values()))  # NaN is not
         if result.status == pb.VERIFY_STATUS_OK and not is_usable:
             result.status = pb.VERIFY_STATUS_BAD_REWARD

@@ -112,7 +112,7 @@ class RunHistory:
                 self._add_sample(sample)
 
     def data(self) -> dict[str, Any]:
-        """Return all data as a snapshot."""
+        """Return the data that the page shows, as a snapshot."""
         late = [sample for kind in (True, False) for sample in self._late[kind]]
         return {
             "records": self._records.items(),

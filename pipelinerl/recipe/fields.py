@@ -179,7 +179,7 @@ def must(condition: Callable[[Any], object], problem: str) -> AfterValidator:
 
 def regex(group: str = "") -> AfterValidator:
     """Return a validator of regular expressions. `group`: what the first group (...) of an expression extracts, such as
-    "number"; an expression that is neither empty nor has a group is then refused. "" = no group is needed."""
+    "number". The validator then refuses a nonempty expression without a group. "" = no group is needed."""
 
     def checked(value: str) -> str:
         try:
@@ -278,8 +278,8 @@ class TaskConfig(Section):
     `tools`: problems from a file, with functions that the model may call. `agent`: a program that calls an OpenAI-compatible
     server. `verifiers`: an environment of the package verifiers."""
     name: str = "chain_sum"
-    """`reasoning_gym`: the family. `environment`: `pkg.module:Class`. `verifiers`: the environment's id. Others: a label, by
-    default the file name in `path` without its extension."""
+    """With source `reasoning_gym`: name of the family. `environment`: `pkg.module:Class`. `verifiers`: id of the environment.
+    Other sources: a label, by default the file name in `path` without its extension."""
     config: Annotated[dict[str, Any], WithJsonSchema({"type": ["object", "string"]})] = {}
     """Arguments of the reasoning-gym family or the environment. For `hub`, a string here sets `subset`."""
     path: str = ""
@@ -346,7 +346,7 @@ class JudgeConfig(Section):
     template: Annotated[str, must(lambda text: "{completion}" in text, "must contain {completion}")]
     """Message to the judge. It must contain `{completion}`; `{prompt}` and `{reference}` (answer) are optional."""
     pattern: Annotated[str, must(bool, "must have a group (...) around the number"), regex("number")]
-    r"""Regular expression, such as `Score: (\d+(?:\.\d+)?)`. The score is group 1 of the reply's last match / `full_marks`."""
+    r"""Regular expression like `Score: (\d+(?:\.\d+)?)`. Score = (group 1 of its last match in the reply) / `full_marks`."""
     full_marks: float = Field(1.0, gt=0, description="Number that the judge gives a fully right answer, on a scale from 0.")
     concurrency: int = Field(16, ge=1, le=1024, description="Maximum simultaneous calls by each verifier for a task.")
     requests_per_minute: float = Field(
@@ -368,13 +368,13 @@ class RewardConfig(Section):
     `exact`. `exact`: same text as the reference. `regex`: matches the reference, a regular expression. `math`: the final answer
     in the text has the reference's value. `math_boxed`: the last `\boxed{}` has this value. `json_schema`: JSON that fits the
     schema. `code`: the program passes the tests. `judge`: another model scores (section `judge`). `pkg.module:function`: your
-    function, written for PipelineRL, verl or TRL. `binary` applies neither to `judge` nor to your function."""
+    function, written for PipelineRL, verl or TRL. The field `binary` does not apply to `judge` and your function."""
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: Annotated[str, regex("answer")] = ""
     """Regular expression; group 1 of its last match is the answer. Empty = the whole completion.
-    After the last match, the search continues with `.` matching line ends, too, to find an answer of several lines."""
+    The rest of the completion is then searched again, with `.` also matching line ends, for an answer of several lines."""
     json_schema: dict[str, Any] = {}
-    """Schema of the answer, for `json_schema`. Empty = the reference answer is the schema."""
+    """JSON schema of the answer, for scorer `json_schema`. Empty = the reference answer is the schema."""
     tests_field: str = Field("tests", description="Field of the row that holds the problem's tests, for `code`.")
     test_timeout_s: float = Field(2.0, gt=0, le=600, description="Wall-clock limit of one test of `code`.")
     sandbox: bool | None = None
@@ -592,7 +592,7 @@ class TrainerConfig(Section):
     context_parallel: Changeable[int] = Field(1, ge=1, le=1024)
     """Number of ranks that share each row of packed sequences, for sequences that do not fit on one GPU."""
     shard_ranks: Changeable[int] = Field(0, ge=0, le=65_536)
-    """Ranks that share one copy of weights and optimizer. 0 = all ranks; a smaller group = hybrid sharding."""
+    """Number of ranks over which one copy of weights and optimizer is sharded. 0 = all; fewer than all = hybrid sharding."""
     reshard_after_forward: Changeable[bool] = True
     """Free gathered weights after the forward pass and gather them again for the backward pass: less memory, more traffic."""
     threads: Changeable[int] = Field(0, ge=0, le=1024, description="Torch threads per rank on CPU; 0 = its share of the cores.")
@@ -639,9 +639,9 @@ class WeightUpdateConfig(Section):
     stop_on_mismatch: Changeable[bool] = False
     """End the run if a probe exceeds `probe_tolerance`. false = only the first probe can end it; later failures are counted."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)
-    """Seconds within which all actors must register. The trainer waits longer while an actor loads and, on a cluster, without
-    limit. An actor must then serve the first version within this time plus the time for sending the version. After a timeout,
-    the trainer ends with an error."""
+    """Seconds within which all actors must register; otherwise, the trainer ends with an error. While an actor is starting, and
+    always on a cluster, the trainer keeps waiting instead. It also ends with an error if no actor serves the first version
+    within this time plus the time for sending the version."""
 
     @property
     def log_place(self) -> str:
@@ -747,7 +747,7 @@ class Recipe(Section):
 
     @property
     def samples_in_progress(self) -> int:
-        """Number of unfinished samples that an actor may have: the largest of its tasks' limits."""
+        """Maximum number of unfinished samples on an actor: the largest of the limits of all tasks."""
         return max(self.actor.samples_in_progress(share.task) for share in self.mixture.values())
 
     @property

@@ -3,7 +3,7 @@ render prompts as the policy will see them, and check the chat template. No mode
 
 Rewards are tried on reference answers and on an empty text. Scorers of mathematics also get boxed answers, and near misses,
 that is, similar wrong answers. A user's function also gets answers to other problems, and numbers that contain the right one.
-Three kinds of rewards are left out: of episodes (they need turns), of judges (they cost money), and reasoning-gym's own.
+Rewards of episodes (they need turns), judges (they cost money) and reasoning-gym's own rewards are not tried.
 The process `services.verifier.rehearsal` makes the calls, and `services.actor.preview` renders the prompts.
 """
 
@@ -44,9 +44,9 @@ _OTHERS_TRIED = 6
 
 @dataclass(frozen=True)
 class Call:
-    """One trial call of a reward on a problem. The reward scores the completions in `forms` one by one. The call ends when the
-    reward finds the answer that the completion's pair requires, or fails. `completion` and the fields from `answer` on
-    describe this last completion. A call in which the reward does neither is left out of the results."""
+    """One trial call of a reward on a problem. The reward scores the completions in `forms` one by one, until it finds the
+    answer that a completion's pair requires, or fails. `completion` and the fields from `answer` on describe the completion
+    that was scored last. If the reward neither finds a required answer nor fails, the results leave out the call."""
 
     place: str
     """Problem set, as a key of `Recipe.sets_by_place`."""
@@ -159,8 +159,8 @@ def reads(share: ProblemSet, *answers: str) -> bool:
 
 
 def written(pattern: str, answer: str) -> str:
-    """Return a text with `answer` (not empty) as group 1 of `pattern`. For unusual patterns, the text may not match. Of several
-    alternatives, it has the one with the answer, else the first. Parts repeat as rarely as possible; `.*` becomes a space."""
+    """Return a text that the regular expression `pattern` matches with `answer` (not empty) as group 1. For unusual patterns,
+    the text may not match. Of `a|b`, it has the alternative with `answer`, else the first. Parts repeat as rarely as allowed."""
     frames, is_found, atom = [("", [""])], False, ""  # frames: (opening, each alternative's text); atom: what `times` repeats
     for token, times in _TOKEN.findall(pattern):
         if token[0] == "(":
@@ -187,7 +187,7 @@ _TOKEN = re.compile(
     r"(?s)(\\(?:x..|u....|.)|\[\^?]?(?:\\.|[^]\\])*]|\((?:\?(?:P=\w+|P<\w+>|<?[=!]|[a-zA-Z-]*:?|>))?"
     r"|([*+?]|\{(?:\d+,?\d*|,\d+)})[?+]?|.)"
 )
-"""Matches a part of a regular expression: a character, a set, the start of a group, or a repetition (also as group 2)."""
+"""Matches a part of a regular expression: a character, a set, the start of a group, or a repetition, which is also group 2."""
 
 
 @cache
