@@ -160,7 +160,7 @@ def reads(share: ProblemSet, *answers: str) -> bool:
 
 def written(pattern: str, answer: str) -> str:
     """Return a text that the regular expression `pattern` matches with `answer` (not empty) as group 1. For unusual patterns,
-    the text may not match. Of `a|b`, it has the alternative with `answer`, else the first. Parts repeat as rarely as allowed."""
+    the text may not match. Of `a|b`, it has the alternative with `answer`, or the first. Parts repeat as rarely as allowed."""
     frames, is_found, atom = [("", [""])], False, ""  # frames: (opening, each alternative's text); atom: what `times` repeats
     for token, times in _TOKEN.findall(pattern):
         if token[0] == "(":
