@@ -33,7 +33,7 @@ _REPORT_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-"""Headers of the report, which is one file with its scripts inside."""
+"""HTTP headers of the report, which is a single file that contains its scripts."""
 AWAY = "The trainer does not answer, and there is no report yet: try again in a minute.\n"
 
 

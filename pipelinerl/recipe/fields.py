@@ -446,7 +446,7 @@ class EngineConfig(Section):
 
     kv_cache_gib: Changeable[float] = Field(1.0, gt=0, description="Size of the KV cache on CPU, GiB.")
     gpu_memory_utilization: OrAuto[float] = Field(None, gt=0, le=1)
-    """Share of GPU memory for vLLM. `auto`: 0.9, or less if a weight update or a trainer on the GPU needs more than 10 %."""
+    """Share of GPU memory for vLLM. `auto`: 0.9, or less if a weight update or a trainer on this GPU needs more than 10 %."""
     tensor_parallel_size: Changeable[int] = Field(1, ge=1, le=64, description="GPUs (ranks) per actor.")
     enforce_eager: Changeable[bool] = Field(False, description="Disable CUDA graphs and compilation.")
     max_batched_tokens: Changeable[int] = Field(0, ge=0, description="Maximum tokens of an engine step; 0 = vLLM's default.")
@@ -618,7 +618,7 @@ class WeightUpdateConfig(Section):
     """Store in which the trainer keeps versions, whole and as differences (docs/weight-log.md): `nats`, or the URL of a folder,
     such as s3://bucket/weights. Empty = none; with `backend: log`, empty means `nats`."""
     anchor_every: Changeable[int] = Field(20, ge=1, le=4096)
-    """Versions from one whole version in `weights.log` to the next; fewer if the differences outgrow a whole version."""
+    """Number of versions from one whole version in `weights.log` to the next; fewer if the differences outgrow a whole one."""
     keep_versions: Changeable[bool] = False
     """Keep every version in `weights.log`. false = delete versions older than the second newest whole version."""
     chunk_mib: Changeable[float | None] = Field(None, gt=0, le=4096, description="MiB per broadcast; null: gloo 16, nccl 128.")
