@@ -139,7 +139,7 @@ def answer_end(tokenizer: Any) -> int | None:
     try:
         text = after_answer(tokenizer).lstrip() or after_answer(tokenizer, asked_again=True).lstrip()
     except Exception as error:  # noqa: BLE001 - a template calls raise_exception, or fails on a field that is not there
-        log.warning("the chat template does not show which token ends an answer, so only the model's end tokens do: %s", error)
+        log.warning("the chat template fails, so only the model's end tokens, not the template's, end an answer: %s", error)
         return None
     first = tokenizer.encode(text, add_special_tokens=False)[:1]
     known = (tokenizer.eos_token_id, *(token for token in first if token not in tokenizer.added_tokens_decoder))

@@ -112,7 +112,7 @@ class VerifierClient:
             return []
         request = pb.VerifyRequest(items=items)
         if request.ByteSize() > MAX_MESSAGE_BYTES:
-            raise ServiceError(f"a call with {request.ByteSize()} bytes exceeds {MAX_MESSAGE_BYTES}; send fewer or shorter items")
+            raise ServiceError(f"a call of {request.ByteSize()} bytes exceeds {MAX_MESSAGE_BYTES}; send fewer or shorter items")
         return _results(items, await self._call_until_answered(request))
 
     async def run_episode(self, request: pb.EpisodeRequest, timeout_s: float) -> pb.VerifyResult:
