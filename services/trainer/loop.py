@@ -2,8 +2,8 @@
 
 A version is sent when no earlier version is in transfer. While an evaluation or probe measures a version, actors only stage the
 next one, and no further version is sent. Except in conventional mode, the next batch is computed while a version is sent. A
-single compute thread makes all calls to the model, through `PolicyTrainer`. With `actor.colocate`, trainer and engine take
-turns: the steps of a phase begin when the engine sleeps, and the engine wakes up for the version after these steps.
+single compute thread makes all calls to the model, through `PolicyTrainer`. With `actor.colocate`, trainer and vLLM engine
+take turns: the steps of a phase begin when the engine sleeps, and it wakes up for the version after these steps.
 
 Before the first step, the loop takes over a checkpoint and the streams from the run's previous trainer. For the next trainer it
 writes the journal, and the part of checkpoints that is not tensors.
@@ -59,7 +59,7 @@ from services.trainer.world import ADAPTER, END, HEARTBEAT, WEIGHTS
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S, SLEEP_AGAIN_S = 30.0, 1.0
-"""Seconds between two heartbeats from rank 0 to the other ranks, and between two orders to the engine to sleep."""
+"""Seconds between two heartbeats from rank 0 to the other ranks, and between two sleep orders to the vLLM engine."""
 FIRST_PROBES = 3
 """Maximum number of attempts to probe the first version when no actor answers."""
 SHOWN_IN_SPAN = ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")
@@ -299,7 +299,7 @@ class OptimizerLoop:
                 log.warning("the other ranks could not be ordered to end: %s", error)
 
     def close(self) -> None:
-        """Refuse further checkpoints, without waiting for a running computation or checkpoint."""
+        """Refuse further computations and checkpoints. Do not wait for those that are running."""
         self._closed = True
         self.checkpoints.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
@@ -441,7 +441,7 @@ class OptimizerLoop:
         self._feeder.look_again()
 
     async def _take_gpu(self) -> None:
-        """Wait until the engine sleeps, if trainer and engine take turns on one GPU. A running measurement must end first."""
+        """Wait until the vLLM engine sleeps, if trainer and engine share a GPU. A running measurement must end first."""
         if self._turn is None or self._turn.is_held:
             return
         self.waiting_for = "the engine to sleep"
@@ -462,7 +462,7 @@ class OptimizerLoop:
             await self._offer(self._carried_s)
 
     def _due(self, every_steps: int) -> bool:
-        """Return whether a measurement every `every_steps` steps is due; 0 = never. Unsent versions are not measured."""
+        """Return whether a measurement every `every_steps` steps is due; 0 = never. Versions that no actor gets are not measured."""
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _check_policy(self) -> None:

@@ -42,8 +42,8 @@ BEGAN = "training_began_s"
 
 
 def read_lineage(run_dir: Path, run: str) -> Lineage | None:
-    """Return the lineage; None if no trainer has started here. Raises `FieldError` if the folder belongs to another run, and
-    `UserError` if the file is malformed."""
+    """Return the version of each trainer start of `run`; None before the first. Raises `FieldError` if the folder belongs to
+    another run, and `UserError` if `lineage.json` is malformed."""
     if not (run_dir / LINEAGE).is_file():
         return None
     try:

@@ -146,7 +146,7 @@ class Evaluator:
                             if answer.group_id in numbers and self._is_of(version, answer):
                                 done[numbers[answer.group_id]] = answer
             except (ServiceError, MessageError) as error:
-                log.warning("held-out evaluation continues without %s: %s", name, error)
+                log.warning("held-out evaluation continues without actor %s: %s", name, error)
 
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -251,11 +251,11 @@ class Evaluator:
                 response = await stub.Score(request, timeout=SCORE_TIMEOUT_S + SCORE_TOKEN_S * len(self.probe))
             logprobs = array_from_bytes(response.logprobs, FLOAT32, "ScoreResponse", "logprobs")
         except (ServiceError, MessageError) as error:
-            log.warning("parity probe continues without %s: %s", name, error)
+            log.warning("parity probe continues without actor %s: %s", name, error)
             return None
         served = PolicyVersion(response.incarnation, response.policy_version)
         if served != version:
-            log.warning("parity probe continues without %s: it serves version %s, not %s", name, served, version)
+            log.warning("parity probe continues without actor %s: it serves version %s, not %s", name, served, version)
             return None
         return Scored(logprobs, served, response.loader)
 

@@ -71,7 +71,7 @@ class LossOutput:
     log_weights: Tensor
     """float32[C]: log π − log μ, unclamped."""
     clipped: Tensor
-    """bool[C]: the loss truncated the token's weight or cut its gradient. False for masked tokens."""
+    """bool[C]: the loss truncated the token's importance weight or cut its gradient. False for masked tokens."""
     masked: Tensor
     """bool[C]: `algorithm.mask` excludes the token from the policy loss."""
     value_loss: Tensor

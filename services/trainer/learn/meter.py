@@ -93,8 +93,8 @@ def measured(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class PhaseTimer:
-    """Measures time by phase without waiting for the device. On a GPU a block only queues work, so events mark its start and
-    end in the stream. Work that the device has not finished when `take` is called counts in the next step."""
+    """Measures time by phase without waiting for the device. On a GPU a block only queues work, so CUDA events mark its start
+    and end in the CUDA stream. Work that the device has not finished when `take` is called counts in the next step."""
 
     def __init__(self, new_event: Callable[[], torch.cuda.Event] | None = None) -> None:
         self._new_event = new_event

@@ -297,7 +297,7 @@ STATE_METRICS = (
 
 
 class TrainerMetrics:
-    """The trainer's metrics on one registry. Before `watch`, the phase is `loading`, and other states have no series."""
+    """The trainer's metrics on one registry. Before `watch`, the phase is `loading`, and `STATE_METRICS` have no values."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         metrics = MetricSet(PREFIX, registry)

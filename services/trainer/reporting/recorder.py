@@ -394,7 +394,7 @@ def episode_figures(sequences: list[Sequence]) -> dict[str, float]:
 
 
 def sequence_figures(sequences: list[Sequence]) -> dict[str, float]:
-    """Return the figures in `OF_TASK` of these sequences. A step has them for all its sequences and for each task. Pure."""
+    """Return the figures in `OF_TASK`, computed over `sequences`: all of a step, or those of one task. Pure."""
     return {
         "reward_mean": float(np.mean([one.reward for one in sequences])),
         "completion_tokens_mean": float(np.mean([one.num_episode_tokens for one in sequences])),
