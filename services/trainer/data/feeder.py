@@ -131,7 +131,7 @@ class Feeder:
         self.look_again()
 
     def take_figures(self) -> dict[str, Any]:
-        """Return a step record's figures about sequences. `ended_by_length`: those trained or stale since the last call."""
+        """Return a step record's figures about sequences. `ended_by_length`: see `Ledger.take_ended_by_length`."""
         tracker, room = self.tracker, self.room
         return {
             "in_flight": room.in_flight,

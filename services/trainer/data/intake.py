@@ -2,7 +2,7 @@
 
 `Intake.run` reads the log, checks every sequence and produces ready groups. `take_batch` drops sequences that are too old for
 the requested version, and waits until a batch is full. The feeder replaces lost groups. After too many consecutive lost groups,
-the run ends with an error. Groups that are only stale are not counted, because newer versions sample fresh groups.
+the run ends with an error. Stale groups do not count, because newer versions sample the groups that replace them.
 """
 
 from __future__ import annotations

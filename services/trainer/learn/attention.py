@@ -83,7 +83,7 @@ def key_repeats(query_heads: int, key_heads: int, ranks: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class RowPart:
-    """Rank `index` of the `ranks` that share each row. `group`: their process group."""
+    """Rank `index` of the `ranks` (P) that share each row. `group`: their process group."""
 
     index: int
     ranks: int
