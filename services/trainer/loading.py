@@ -73,7 +73,7 @@ def weight_sender(
 
 def has_room_for_snapshots(policy: Policy, recipe: Recipe) -> bool:
     """Return whether a single rank's GPU has room for the copies of weights that are sent. Adapters always fit. Whole weights
-    must fit beside the training state. If an actor shares the GPU, torch has only part of the memory, and they do not fit."""
+    must fit beside the training state. If an actor shares the GPU, torch has only part of it, and whole weights never fit."""
     if sends_adapters(recipe) or torch.cuda.get_per_process_memory_fraction(policy.device) < 1:
         return sends_adapters(recipe)
     model = Model.of(recipe, sum(parameter.numel() for parameter in policy.parameters()))

@@ -462,7 +462,7 @@ class OptimizerLoop:
             await self._offer(self._carried_s)
 
     def _due(self, every_steps: int) -> bool:
-        """Return whether a measurement every `every_steps` steps is due; 0 = never. Versions that are not sent are not measured."""
+        """Return whether to measure the current version: every `every_steps` steps (0 = never), and only if actors get the version."""
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _check_policy(self) -> None:

@@ -198,7 +198,7 @@ async def test_an_actor_answers_only_for_groups_that_it_was_handed(tmp_path: Pat
             assert (tmp_path / "group-key.json").read_bytes() == key
         (tmp_path / "group-key.json").write_text("{}")
         broken = Life(tmp_path, bus, RECIPE)
-        with pytest.raises(UserError, match=r"group-key.json does not contain the key of the run's group tokens: .*remove it"):
+        with pytest.raises(UserError, match=r"group-key.json does not contain a valid group key: .*remove it"):
             await broken.begin()
         await broken.die()
 

@@ -101,7 +101,7 @@ def group_tokens(run_dir: Path, reserved: int) -> GroupTokens:
         return made
     except (ValueError, KeyError, TypeError) as error:
         fix = "restore the file, or remove it to get a new key"
-        raise UserError(f"{path} does not contain the key of the run's group tokens: {error!r}; {fix}") from error
+        raise UserError(f"{path} does not contain a valid group key: {error!r}; {fix}") from error
 
 
 RUN_STATE, SEQUENCES = "run.json", "sequences.pb"
@@ -120,7 +120,7 @@ class RunState:
     """`SequenceTracker.to_state()`."""
     next_group: int
     position: int
-    """Position of the last message read from SEQUENCES; `NOTHING_THERE` if no message on the streams belongs to this state."""
+    """Position of the last message read from SEQUENCES; `NOTHING_THERE` after a rollback: empty the streams first."""
     held: HeldSequences
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Counts and totals with which the recorder, the intake and the optimizer loop continue after a restart."""
@@ -141,7 +141,7 @@ class RunState:
 
 def load_run_state(folder: Path) -> RunState:
     """Load the state from a checkpoint's folder `resume`. Raises `ServiceError`, which names the checkpoint, if the folder has
-    no complete state of this format."""
+    no complete state in `STATE_FORMAT`."""
     try:
         content = json.loads((folder / RUN_STATE).read_text(encoding="utf-8"))
         if content.pop("format") != STATE_FORMAT:
@@ -243,7 +243,7 @@ class Start:
     lineage: Lineage = FIRST_INCARNATION
     again: bool = False
     folder: Path | None = None
-    """Folder `…/resume` of the checkpoint to resume from."""
+    """Folder `…/resume` of the checkpoint to resume from; None = start at version 0."""
     state: RunState | None = None
     positions: Mapping[int, int] = field(default_factory=dict)
     """By version of a checkpoint, oldest first: position of the last message in SEQUENCES that was read before it."""

@@ -195,7 +195,7 @@ class StateSaver:
         self._learner, self._others = learner, learner.world.saving
         self.staged: dict[str, Tensor] = {}
         self._waiting, self._free = threading.Semaphore(0), threading.Event()
-        """`_waiting`: 1 while a staged state waits for its write or drop. `_free`: cleared from staging until the write or drop ends."""
+        """`_waiting`: 1 while a staged state waits for `write` or `abandon`. `_free`: set if no state waits or is written."""
         self._free.set()
 
     def stage(self) -> None:

@@ -1,7 +1,7 @@
 """Measure one policy version through the actors that serve it: held-out accuracy, and parity with the trained weights.
 
 The parity probe is a fixed token sequence that the actors and the trainer score with the same version. The largest difference
-of token log-probabilities is the run's `logprob_mismatch_max`. `parity_failures` counts the actors' answers to probes whose
+of token log-probabilities is the run's `logprob_mismatch_max`. `parity_failures` counts the probe answers of actors whose
 scores differ too much, show too little or too much of the change made by training, or cannot be compared. Actors score the
 probe without cached keys and values.
 """

@@ -131,7 +131,7 @@ class Feeder:
         self.look_again()
 
     def take_figures(self) -> dict[str, Any]:
-        """Return a step record's figures about sequences. `ended_by_length`: see `Ledger.take_ended_by_length`."""
+        """Return a step record's figures about sequences. `ended_by_length`: numbers trained and stale since the last call."""
         tracker, room = self.tracker, self.room
         return {
             "in_flight": room.in_flight,

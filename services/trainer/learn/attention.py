@@ -115,7 +115,7 @@ class RowPart:
         return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)
 
     def collected(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Map [k, own scored tokens] → [k, those of all ranks]. `counts`: number by rank. Only the own ones have a gradient."""
+        """Gather the scores [k, tokens] of all ranks. `counts`: tokens by rank. Only this rank's scores have a gradient."""
         padded = x.new_zeros((x.shape[0], max(counts)))
         padded[:, : x.shape[1]] = x.detach()
         everything = [torch.empty_like(padded) for _ in counts]

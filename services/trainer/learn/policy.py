@@ -34,13 +34,13 @@ MAX_LOGITS = 2**25
 MAX_LOGITS_ON_GPU = 2**27
 """`MAX_LOGITS` for GPUs: 512 MiB per block, for fewer and larger kernels."""
 ALIGNED_WORDS = 128
-"""If a block has more vocabulary entries than this, they are rounded down to a multiple of it, for faster GPU kernels."""
+"""A block above this number of vocabulary entries has a multiple of it, for faster GPU kernels, unless it is the last."""
 PROBE_LENGTHS = (7, 5)
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class TokenScores(NamedTuple):
-    """Scores of C tokens at the sampling temperature, float32[C] each, in nats. `values`: the learned baseline v_φ, predicted
+    """Scores of C tokens at the caller's temperature, float32[C] each, in nats. `values`: the learned baseline v_φ, predicted
     from the tokens before each token; None without a value head."""
 
     logprobs: Tensor
@@ -274,8 +274,8 @@ def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy_gr
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A linear output head at C tokens: softmax((hidden · weightᵀ + bias) / temperature) over V words. C may be 0. `hidden`
-    [C, width], `weight` [V, width] and `bias` [V] have the same dtype. Logits are float32, or float64 for float64 inputs."""
+    """A linear output head at C >= 0 tokens for V vocabulary entries (words): softmax((hidden · weightᵀ + bias) / temperature).
+    `hidden` [C, width], `weight` [V, width] and `bias` [V] share a dtype. Logits are float32; float64 for float64 inputs."""
 
     hidden: Tensor
     weight: Tensor

@@ -41,7 +41,7 @@ def sample_of(
     version: int,
     heldout: bool = False,
 ) -> Sample:
-    """Return the sample of a sequence. `weights`: importance weights in training, float64[sampled tokens]."""
+    """Return the sample of a sequence. `weights`: importance weights in training, float64[sampled tokens]; None = unknown."""
     sample: Sample = {
         "step": step,
         "version": version,
