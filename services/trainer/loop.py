@@ -441,7 +441,7 @@ class OptimizerLoop:
         self._feeder.look_again()
 
     async def _take_gpu(self) -> None:
-        """Wait until the vLLM engine sleeps, if trainer and engine share a GPU. A running measurement must end first."""
+        """With `actor.colocate`, wait until the vLLM engine sleeps. A running measurement must end first."""
         if self._turn is None or self._turn.is_held:
             return
         self.waiting_for = "the engine to sleep"
@@ -462,7 +462,7 @@ class OptimizerLoop:
             await self._offer(self._carried_s)
 
     def _due(self, every_steps: int) -> bool:
-        """Return whether to measure the current version: every `every_steps` steps (0 = never), and only if actors get the version."""
+        """Return whether to measure the current version: every `every_steps` steps (0 = never), if actors get this version."""
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _check_policy(self) -> None:

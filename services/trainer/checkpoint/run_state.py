@@ -120,7 +120,7 @@ class RunState:
     """`SequenceTracker.to_state()`."""
     next_group: int
     position: int
-    """Position of the last message read from SEQUENCES; `NOTHING_THERE` after a rollback: empty the streams first."""
+    """Position of the last message read from SEQUENCES; `NOTHING_THERE` after a rollback, to have the streams emptied."""
     held: HeldSequences
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Counts and totals with which the recorder, the intake and the optimizer loop continue after a restart."""
