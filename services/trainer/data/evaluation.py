@@ -176,7 +176,7 @@ class Evaluator:
         return request, numbers
 
     def _group(self, number: int, version: int) -> PromptGroup:
-        """Return the prompt group of one answer. It is sampled as in training, but at the evaluation's temperature."""
+        """Return the prompt group of one answer. The answer is sampled as in training, but at the evaluation's temperature."""
         problem = self._problems[number]
         return replace(
             problem,
