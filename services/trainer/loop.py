@@ -194,7 +194,7 @@ class OptimizerLoop:
         """Writes the record of the last computed step, unless it is already written."""
         self._batch_at = time.monotonic()
         self._base: Logprobs | None = None
-        """Log-probabilities of the probe when this trainer started; with adapters, those of the initial model. None = no probe."""
+        """Log-probabilities of the probe when this trainer started (with adapters, of the initial model); None = no probe."""
         self._carried_s: dict[str, float] = {}
         """Seconds spent since the last step's record, by activity. The next step's record includes them."""
         self._passed_over = False
