@@ -23,7 +23,7 @@ from services.trainer.checkpoint.checkpointer import WrittenCheckpoint
 
 
 async def initial_files(recipe: Recipe, run: str, source: str, asked: str) -> AsyncIterator[pb.InitialModelChunk]:
-    """Yield the files of folder `source` in chunks. Raises `ServiceError` if `asked` is not a model that this run made."""
+    """Yield the files of folder `source` in chunks. Raises `ServiceError` if `asked` is not a model that the trainer sends."""
     if not is_built(recipe.model):
         kind = {"hub": "a hub model", "path": "a folder", "package": "part of the package"}[recipe.model.source]
         raise ServiceError(f"this run's initial model is {kind}, {recipe.model.name}: the actor's recipe must name it, too")

@@ -33,7 +33,7 @@ class StreamUpkeep:
         self._bus, self._tracker, self._intake, self._checkpoints = bus, tracker, intake, checkpoints
         self.streams: dict[str, StreamInfo] = {}
         self._gone: dict[str, tuple[float, int]] = {}
-        """For each group that left PROMPTS: when this was noticed (event loop's clock), and where SEQUENCES ended then."""
+        """For each group that left PROMPTS: when this was noticed (event loop's clock), and SEQUENCES' last position then."""
 
     async def run(self) -> None:
         """Work until cancelled. Raises `UserError` if too many consecutive groups are lost, and `BusError` if a stream no

@@ -36,7 +36,7 @@ def meet(options: argparse.Namespace, host: str, backend: Backend, placement: Pl
 
 
 def send(group: WeightGroup, chunk_bytes: int, within_s: float) -> float:
-    """Rank 0: broadcast about `TOTAL_BYTES`. Rank 1: receive and compare them. Return GB/s. Raises `TransferError`."""
+    """Rank 0: broadcast about `TOTAL_BYTES`. Rank 1: receive and compare them. Return GB/s. Raises `TransferError` if this fails."""
     end, sends = time.monotonic() + within_s, group.spec.rank == 0
     began_at = time.monotonic()
     rounds = max(TOTAL_BYTES // chunk_bytes, 2)
@@ -54,7 +54,7 @@ def send(group: WeightGroup, chunk_bytes: int, within_s: float) -> float:
 
 
 def acknowledge(index: int, host: str, port: int, within_s: float) -> None:
-    """Pod 1: report that all bytes have arrived. Pod 0: wait for that report. Raises `TransferError`."""
+    """Pod 1: report that all bytes have arrived. Pod 0: wait for that report. Raises `TransferError` if this fails."""
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=within_s))
         if index:

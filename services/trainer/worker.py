@@ -129,5 +129,5 @@ async def serve_rank(settings: TrainerSettings, ranks: RankSettings, context: Lo
             watch = await stack.enter_async_context(watch_loop())
             app = health_app(readiness, registry, loop_watch=watch)
             serving = serve_http(app, settings.http_host, settings.http_port)
-            log.info("node %d answers on port %d", settings.node, await stack.enter_async_context(serving))
+            log.info("node %d answers probes and scrapes on port %d", settings.node, await stack.enter_async_context(serving))
         await asyncio.to_thread(work)

@@ -150,7 +150,7 @@ class World:
         return self.layout.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return, on every rank, the sum of `values` over the rows that are computed at the same time."""
+        """Return, on every rank, the sum of `values` over all ranks. Of ranks that share a row, only the first counts."""
         if self.mesh is None:
             return values
         total = values.clone() if self.layout.sequence_index == 0 else torch.zeros_like(values)

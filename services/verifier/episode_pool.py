@@ -43,7 +43,7 @@ class EpisodeLost(PipelineRLError):
 
 @dataclass(eq=False)
 class Template:
-    """The process that forks episodes, and its socket. `ended`: for each episode, a future of its exit code (None: lost)."""
+    """The process that forks episodes, and its socket. `ended`: a future of each episode's exit code; None if it was killed."""
 
     process: WorkerProcess
     orders: socket.socket

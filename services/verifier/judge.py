@@ -44,7 +44,7 @@ class JudgeUnavailable(PipelineRLError):
 
 
 class JudgeRefused(PipelineRLError):
-    """The judge refuses this call, and would also refuse a repeated one."""
+    """A call failed that a retry cannot heal: the judge refused it, or its response is not a chat completion."""
 
 
 class Judge(AbstractAsyncContextManager["Judge"]):
@@ -121,8 +121,8 @@ class Judge(AbstractAsyncContextManager["Judge"]):
             late = f"the judge gave no answer within {timeout_s:g} s (reward.judge.timeout_s)"
             return failed(verifier_pb2.VERIFY_STATUS_TIMEOUT, ": ".join((late, *failures[-1:])))
         except JudgeRefused as error:
-            log.error("the judge refuses: %s", error)
-            return failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the judge refuses: {error}")
+            log.error("the judge failed, and a retry would not help: %s", error)
+            return failed(verifier_pb2.VERIFY_STATUS_CRASHED, f"the judge failed, and a retry would not help: {error}")
 
     async def _turn(self) -> None:
         if self._config.requests_per_minute:

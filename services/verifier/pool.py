@@ -271,7 +271,7 @@ class WorkerProcess:
         return result
 
     async def read(self, within_s: float) -> bytes:
-        """Return the next frame. Raises `TimeoutError` or `WorkerGone`."""
+        """Return the next frame. Raises `TimeoutError`, or `WorkerGone` if the worker ended or wrote too long a frame."""
         try:
             return await read_frame(self._stdout, within_s, LONGEST_RESULT_BYTES)
         except (asyncio.IncompleteReadError, ConnectionError):

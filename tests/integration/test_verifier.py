@@ -100,7 +100,8 @@ def test_a_judge_scores_and_no_worker_has_its_key(tmp_path: Path, monkeypatch: p
             workers = [Path(f"/proc/{pid}/environ").read_bytes() for pid in children(running.process.pid)]
             log = running.log
     assert (first.status, first.reward) == (VERIFY_STATUS_OK, pytest.approx(0.7))
-    assert (status_name(second.status), second.message) == ("crashed", "the judge refuses: HTTP 401: who are ***?")
+    message = "the judge failed, and a retry would not help: HTTP 401: who are ***?"
+    assert (status_name(second.status), second.message) == ("crashed", message)
     assert server.asked[0][1]["Authorization"] == "Bearer sk-very-secret"
     assert workers
     assert not any(b"sk-very-secret" in environment for environment in workers)

@@ -99,7 +99,7 @@ async def test_what_may_heal_is_tried_again_and_a_judge_that_is_away_is_waited_f
 @pytest.mark.parametrize(
     ("script", "timeout_s", "status", "told"),
     [
-        ((401, f"bad key {KEY}, of you"), 60, pb.VERIFY_STATUS_CRASHED, "the judge refuses: HTTP 401: bad key ***, of you"),
+        ((401, f"bad key {KEY}, of you"), 60, pb.VERIFY_STATUS_CRASHED, "would not help: HTTP 401: bad key ***, of you"),
         ((200, "<html>"), 60, pb.VERIFY_STATUS_CRASHED, "the response is not a chat completion: '<html>'"),
         ((200, '{"choices": []}'), 60, pb.VERIFY_STATUS_CRASHED, "not a chat completion"),
         ((500, "out of memory"), 60, pb.VERIFY_STATUS_TIMEOUT, "60 s (reward.judge.timeout_s): HTTP 500: out of memory"),

@@ -364,7 +364,7 @@ class MlflowTracker:
     """Logs to `MLFLOW_TRACKING_URI`; if that is unset, to the SQLite file `<run dir>/mlflow.db`."""
 
     _PARAMS_PER_CALL, _LONGEST_VALUE = 100, 6000
-    """Limits of MLflow."""
+    """Limits of MLflow: parameters per call, and characters of a parameter's value."""
 
     def __init__(self, run: TrackedRun) -> None:
         # Otherwise MLflow prints the run's address at its end, with any login in the tracking URI.
@@ -402,7 +402,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "KILLED")
 
     def _experiment(self, artifacts: str | None) -> str:
-        """Return the experiment's id. A new one keeps files in the folder `artifacts`; None = the server's own."""
+        """Return the experiment's id. A new one keeps its files in the folder `artifacts`; None = in the server's."""
         if os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return os.environ["MLFLOW_EXPERIMENT_ID"]
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT

@@ -209,7 +209,7 @@ class LogReaders(Roster):
         return {actor: known.version for actor, known in list(self._actors.items())}
 
     def serving(self, version: int) -> dict[str, Member]:
-        """Return the actors that serve `version` and can be called; empty for a negative version. Any thread may call this."""
+        """Return the reachable actors that serve `version`; empty for a negative version. Any thread may call this."""
         found = super().serving(version)
         return {actor: one for actor, one in found.items() if one.grpc_address and actor not in self.unreachable}
 

@@ -141,7 +141,8 @@ class WeightSender:
 
     @torch.no_grad()
     def snapshot(self, version: PolicyVersion, parameters: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Snapshot:
-        """Copy the parameters. On a GPU, later work of the caller's CUDA stream waits for it. Raises `ManifestDiffers`."""
+        """Copy the parameters. On a GPU, later work of the caller's CUDA stream waits for the copy. Raises `ManifestDiffers` if
+        a parameter is missing, or has another shape or dtype."""
         with self.placement.beside():
             num_bytes, device = self.manifest.total_bytes, self.placement.device
             if device.type == self.group_placement.device.type == "cpu":

@@ -1,7 +1,7 @@
 """Send policy versions to the actors: one transfer session serves the members of the epoch, and one serves each side group.
 
-`offer` waits only until the previous version is served, because an epoch transfers one version at a time. The trainer computes
-the next batch during a transfer.
+`offer` waits only until the previous version is served, because an epoch transfers one version at a time. In pipeline
+mode, the trainer computes the next batch during a transfer.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class WeightUpdater:
 
     @property
     def serving(self) -> dict[str, c.Member]:
-        """Return the actors known to serve `served_version`, without readers of the weight log that cannot be called."""
+        """Return the actors known to serve `served_version`, without readers of the weight log that gRPC calls do not reach."""
         return self.roster.serving(self.served_version) | self.readers.serving(self.served_version)
 
     @property
@@ -464,7 +464,7 @@ class WeightUpdater:
             del self._reasons[next(iter(self._reasons))]
 
     def post(self, session: TransferSession | None, event: c.Event | None) -> None:
-        """Queue an event for `session`, or about membership if `session` is None. `event` None: the wait for joiners ends."""
+        """Queue an event. `session` None: the event is about membership. `event` None: the wait for joining actors is over."""
         self._events.put_nowait((session, event))
 
     async def _step_events(self) -> None:

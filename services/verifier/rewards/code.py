@@ -211,7 +211,7 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
-    """Return the test that `name(*put)` is `got`. If `put` is a string, its lines are JSON, and so is a string `got`."""
+    """Return a test that expects `name(*put) == got`. A string `put` has one JSON argument per line; `got` may then be JSON."""
     if isinstance(put, str):
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
@@ -222,7 +222,8 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Yield a test for each of `texts`. Raises `ValueError` if they are not valid Python, or do not use the program."""
+    """Yield a test for each of `texts`, which are Python statements. Raises `ValueError` if they are not valid Python, or use
+    nothing from the model's program."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)

@@ -319,7 +319,7 @@ def _verl_score(returned: Any) -> Score:
     if not isinstance(returned, Mapping):
         return Score(number_of(returned, "the reward"))
     if "score" not in returned:
-        raise BadReward(f"the reward has no 'score', only {', '.join(map(str, returned)) or 'nothing'}"[:200])
+        raise BadReward(f"the reward function's result has no 'score', only {', '.join(map(str, returned)) or 'nothing'}"[:200])
     others = {name: value for name, value in returned.items() if name != "score" and not isinstance(value, str | bytes)}
     numbers = {name: value for name, value in others.items() if isinstance(value, SupportsFloat)}
     finite = {name: value for name, value in terms_of(numbers, "the reward", "metric").items() if math.isfinite(value)}
@@ -329,7 +329,7 @@ def _verl_score(returned: Any) -> Score:
 def _trl_score(returned: Any) -> Score:
     values = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping) else []
     if len(values) != 1:
-        raise BadReward(f"the reward is {returned!r:.100}, not a list of one number for one completion")
+        raise BadReward(f"the reward function's result is {returned!r:.100}, not a list of one number (it gets one completion)")
     return Score(number_of(values[0], "the reward"))
 
 

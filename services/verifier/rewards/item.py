@@ -21,7 +21,7 @@ class RewardInput:
     answer: str | None
     """The answer that `reward.answer_pattern` found, stripped; None if it found none. Without a pattern, the completion."""
     reference: Mapping[str, Any]
-    """Data of the problem: `answer`; `row` if a reward may need more of the row; `dataset` and `entry` for reasoning-gym."""
+    """The problem's data. Keys: `answer`; `row`, its data row, if a scorer may need it; `dataset`, `entry` (reasoning-gym)."""
     completion_tokens: int = 0
     max_tokens: int = 0
     """Maximum number of tokens with which the completion was sampled; 0 = unknown."""

@@ -59,7 +59,7 @@ _MONTH = re.compile(
 
 
 def claims(text: str, *, boxed: bool) -> list[str]:
-    """Return the answer that `text` claims, then a later one that may replace it, if any. All must be right. [] = no answer."""
+    """Return the answer that `text` gives, and a later one that may replace it, if any. The caller requires all to be right."""
     text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", outside(thoughts(text), text))
     found, tagged = boxes(text), text.rfind("<answer>")
     if boxed or (found and found[-1][0] > tagged):
@@ -118,7 +118,7 @@ def _spans(sentence: str) -> list[str]:
 
 
 def _last_span(text: str) -> str:
-    """Return the last expression, with its unit, of the last sentence with any; "" if that hedges or repeats the problem."""
+    """Return the last expression, with its unit, of the last sentence that has one; "" if it hedges or repeats the problem."""
     for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n", text)):
         sentence = re.split(r"\s(?:because|since)\b", sentence)[0]
         if spans := _spans(sentence):

@@ -62,7 +62,7 @@ GUARDS: dict[str, Callable[[str], bool]] = {
     "spiral_matrix": is_board,
     "string_insertion": is_board,
 }
-"""For each family whose scorer evaluates the answer: a function that returns whether an answer may be evaluated."""
+"""For each family whose scorer runs the answer as code: a function that returns whether an answer may be run."""
 
 
 def _every_node(answer: str, allowed: Callable[[ast.AST], bool]) -> bool:
@@ -93,7 +93,8 @@ def _is_of_a_formula(node: ast.AST) -> bool:
 
 
 def reasoning_gym_scorer(family: str) -> Scorer:
-    """Return a scorer that calls reasoning-gym's scorer of a reference's family. Raises `FieldError` if `family` is unknown."""
+    """Return a scorer that calls reasoning-gym's scorer of the family in each item's reference. Raises `FieldError` if the
+    recipe's `family` is unknown."""
     check_family(family)
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.factory import DATASETS
