@@ -191,8 +191,8 @@ class TrainingRun:
         )
 
     async def _linger(self, stop: asyncio.Event) -> None:
-        """Answer requests until `stop` is set. On a cluster, also mark the release as finished and free its resources. Raises
-        `RuntimeError` if another rank is gone."""
+        """Answer requests until `stop` is set. On a cluster, also mark the Helm release as finished and free its resources.
+        Raises `RuntimeError` if another rank is gone."""
         log.info("the run is finished; this trainer only answers requests until it is stopped")
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(self.loop.heartbeat())

@@ -36,7 +36,7 @@ def meet(options: argparse.Namespace, host: str, backend: Backend, placement: Pl
 
 
 def send(group: WeightGroup, chunk_bytes: int, within_s: float) -> float:
-    """Rank 0: broadcast about `TOTAL_BYTES`. Rank 1: receive and compare them. Return GB/s. Raises `TransferError` if this fails."""
+    """Rank 0: broadcast about `TOTAL_BYTES`. Rank 1: receive and check them. Return GB/s. Raises `TransferError` on failure."""
     end, sends = time.monotonic() + within_s, group.spec.rank == 0
     began_at = time.monotonic()
     rounds = max(TOTAL_BYTES // chunk_bytes, 2)

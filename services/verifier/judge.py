@@ -133,7 +133,7 @@ class Judge(AbstractAsyncContextManager["Judge"]):
 
 
 def api_key(config: JudgeConfig) -> str:
-    """Return the API key; "" if none is needed. Raises `FieldError` if the recipe's variable is missing or unusable."""
+    """Return the API key; "" if none is needed. Raises `FieldError` if the variable `api_key_env` is missing or unusable."""
     key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
     if config.api_key_env and not key:
         problem = "is not set, or is empty, in the verifier's environment; set it where the verifier starts"

@@ -27,7 +27,7 @@ from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serv
 MOST_RESTARTS = 3
 """Maximum number of retries of a version with the same members. If all fail, each member must succeed alone to rejoin."""
 SLOW = 4.0
-"""A member may take up to this multiple of the members' median time. `WeightUpdater.limit_s` applies it to transfers, too."""
+"""A member's answer may take this multiple of all members' median time. `WeightUpdater.limit_s` uses it for transfers, too."""
 TRAINER = ""
 """Value of `actor` in the trainer's answers: `EpochJoined` when its end of the group is built, `Staged` when all is sent."""
 
@@ -174,7 +174,7 @@ _WAITED_FOR: dict[Phase, type] = {Phase.FORMING: EpochJoined, Phase.SENDING: Sta
 
 
 class Coordinator:
-    """State machine of one group. `epochs` yields the numbers of new epochs; all coordinators of a run share it."""
+    """State machine of one transfer group. `epochs` yields the numbers of new epochs; all coordinators of a run share it."""
 
     def __init__(self, epochs: Iterator[int] | None = None) -> None:
         self._epochs = itertools.count(1) if epochs is None else epochs

@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_TYPES = {"joined": pb.EpochJoined, "staged": pb.Staged, "serving": pb.Serving, "failed": pb.Abort}
 MEETING_SHARE = 0.8
-"""Share of the deadline within which all members of a group must connect. The error after this time names the missing members,
-and only these are evicted. At the deadline itself, all members would be evicted."""
+"""Share of the deadline within which all members of a group must connect. If some do not, the error names them, and only they
+are evicted. If the full deadline passed instead, all members would be evicted."""
 PATIENCE_S = 3.0
 """Maximum seconds to wait for a group's next member to connect. It applies only if each member has served a version. A dead
 member is thus noticed long before its registration expires. A slow one is excluded, too, and returns through a side group."""

@@ -538,7 +538,7 @@ _CALLS: dict[str, Callable[..., Number]] = {
 
 
 def evaluate(node: Node, variables: Mapping[str, Number]) -> Number:
-    """Return a tree's value for these variables. Call this in a `precise` context. Raises `Unreadable` if none is usable."""
+    """Return a tree's value for `variables`. Call this in a `precise` context. Raises `Unreadable` if no value is usable."""
     match node:
         case Node("number", _, (value,)):
             return _bounded(value)
