@@ -43,7 +43,7 @@ class EpisodeLost(PipelineRLError):
 
 @dataclass(eq=False)
 class Template:
-    """The process that forks episodes, and its socket. `ended`: a future of each episode's exit code; None if it was killed."""
+    """The process that forks episodes, and its socket. `ended`: futures of episodes' exit codes; None if this process died."""
 
     process: WorkerProcess
     orders: socket.socket

@@ -402,7 +402,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id, "FINISHED" if finished else "KILLED")
 
     def _experiment(self, artifacts: str | None) -> str:
-        """Return the experiment's id. A new one keeps its files in the folder `artifacts`; None = in the server's."""
+        """Return the experiment's id. A new one keeps its files in the folder `artifacts`; None = the server's default."""
         if os.environ.get("MLFLOW_EXPERIMENT_ID"):
             return os.environ["MLFLOW_EXPERIMENT_ID"]
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT

@@ -59,8 +59,8 @@ _MONTH = re.compile(
 
 
 def claims(text: str, *, boxed: bool) -> list[str]:
-    """Return the answer that `text` gives, and a later answer that may replace it, if any; [] if `text` gives none. The score is
-    1 only if all returned answers are right."""
+    """Return the answer that `text` gives, and a later answer that may replace it, if any; [] if `text` gives none. The score
+    is 1 only if all returned answers are right."""
     text = re.sub(r"[−–‒]|\b[Nn]egative (?=[\d\\$])|\b[Mm]inus (?=[\d\\$])", "-", outside(thoughts(text), text))
     found, tagged = boxes(text), text.rfind("<answer>")
     if boxed or (found and found[-1][0] > tagged):
