@@ -57,7 +57,7 @@ class RunTotals:
         return TypeAdapter(cls).validate_python(state)
 
     def add_step(self, record: Record) -> None:
-        """Add a step's figures, except those of events. A key that the record lacks adds nothing."""
+        """Add a step's figures, except those that `add_events` adds. A key that the record lacks adds nothing."""
         self.steps += 1
         self.steps_skipped += bool(record.get("skipped"))
         self.tokens_generated = record.get("tokens_generated") or self.tokens_generated

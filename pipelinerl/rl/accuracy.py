@@ -53,7 +53,7 @@ class Accuracy:
     """Accuracy on one set of problems, in the form of metrics.jsonl and summary.json. `accuracy`: mean share of right answers,
     over problems with a verdict. `lower_bound`: share of right answers if the `unanswered` answers without a verdict count as
     wrong. `pass_at`: estimates for k = 2, 4, 8, … and for the number of answers per problem, each over problems with at least k
-    verdicts. `reported`: the `means_of` numbers that environments or rewards report."""
+    verdicts. `reported`: means (see `means_of`) of further numbers that environments or rewards report."""
 
     accuracy: Estimate
     lower_bound: float

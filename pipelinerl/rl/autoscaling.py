@@ -29,7 +29,7 @@ STEPS = 20
 """Number of latest steps over which the median of the consumption is taken."""
 FEWEST_STEPS = 3
 FEWEST_BUSY_S = 60.0
-"""Busy seconds, summed over actors, that a measurement of production needs."""
+"""Minimum busy seconds, summed over actors, for a measurement of production."""
 FULL = 0.85
 """Share of used slots above which an actor counts as full. It is below 1, because a slot is empty between two sequences."""
 

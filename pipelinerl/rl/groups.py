@@ -62,7 +62,7 @@ def issue_limit(recipe: Recipe, version: int) -> int:
 
 
 EVALUATION_SLOTS = 64
-"""Number of held-out sequences and probes that an actor's scheduler admits in addition to H training sequences."""
+"""Number of held-out sequences and parity probes that an actor's scheduler admits in addition to H training sequences."""
 WAIT_SHARE = 0.02
 """Share of a step's time that may be spent waiting for sequences without raising the freshness limit."""
 
@@ -102,8 +102,8 @@ class IssueBounds:
         """Number of samples by which the freshness limit is below its ceiling."""
         self._num_actors = 0
         self._left_over: deque[int] = deque()
-        """For each of the last steps, about limit / B of them, the number of complete groups left over when it began. A step is
-        recorded only if all groups that were issued before the limit last changed were complete by then."""
+        """For each of the last steps (about limit / B), the number of complete groups that its batch left over. A step is added
+        only if all groups that were issued before the last change of the freshness limit are complete when the step begins."""
         self._changed_at = 0
         """Number of the first group issued under the current limit."""
         self._waited = False

@@ -204,7 +204,7 @@ class SequenceTracker:
         return [failed_sample(run, group_id, index, group.num_samples, failure) for index in missing]
 
     def held(self) -> tuple[Sequence, ...]:
-        """Return the samples of open groups that have arrived, which a checkpoint stores beside the result of `to_state`."""
+        """Return the samples that have arrived in open groups and are still in flight. A checkpoint stores them separately."""
         arrived = (sequence for group in self.open_groups.values() for sequence in group.members.values())
         return tuple(sequence for sequence in arrived if self.ledger.is_open(sequence.sequence_id))
 

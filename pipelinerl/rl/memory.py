@@ -28,7 +28,7 @@ MOST_SNAPSHOTS = 3
 LOG_COPIES = 2
 """Snapshots that the weight log adds: of the version that it wrote last, and of the one that it is writing."""
 MODEL_STATE_SHARE = 0.7
-"""Share of a trainer rank's memory for weights, gradients and optimizer; the rest is for activations."""
+"""Share of a trainer rank's memory for weights, gradients and optimizer state; the rest is for activations."""
 LEAST_ACTIVATIONS_GIB = 4.0
 """Minimum memory for a rank's activations on a shared GPU."""
 CONTEXTS_GIB = 1.0
@@ -57,9 +57,9 @@ class Model:
 
     @classmethod
     def of(cls, recipe: Recipe, parameters: float, kv_numbers: int = 0, **known: Any) -> Model:
-        """Return the recipe's model; `known`: other fields. `kv_numbers`: numbers per token in the KV cache. If it is 0
-        (unknown), `kv_bytes` is estimated as in Llama 3 8B, 128 KiB per token, scaled by the square root of the size. This is
-        379 KiB at 70B, where Llama 3 has 320. Most models need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
+        """Return the recipe's model; `known`: its other fields. `kv_numbers`: numbers per token in the KV cache; 0 = unknown.
+        If unknown, `kv_bytes` is estimated: 128 KiB per token, as in Llama 3 8B, times the square root of `parameters` / 8e9.
+        This is 379 KiB at 70B, where Llama 3 has 320. Most models need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
         dtype_bytes = 4 if recipe.model.dtype == "float32" else 2
         kv_bytes = kv_numbers * dtype_bytes or 128 * 1024 * math.sqrt(parameters / 8e9)
         source = "from its config.json" if kv_numbers else "assumed, since its config.json is not on this machine"
@@ -196,9 +196,9 @@ def share_problem(recipe: Recipe, least: float, most: float, why: str = "") -> F
 
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
-    """Return the bytes of weights, gradients and optimizer over all ranks that share a copy: float32 weights and gradients, two
-    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference. With adapters, only the adapters have
-    gradients and moments. The model's frozen weights are counted once, because they are also the reference."""
+    """Return the bytes of training state over all ranks that share a copy: float32 weights and gradients, the optimizer's two
+    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference model. With adapters, only the adapters have
+    gradients and moments. The model's frozen weights are counted once, because they are also the reference model."""
     moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
     each = (model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments
     if recipe.trainer.lora is not None:

@@ -64,11 +64,11 @@ class CostModel:
     """FLOPs of one forward pass. A pair is a query with one of the keys that it attends to, which include its own."""
 
     per_token: float
-    """All matrix products of the layers, without attention scores."""
+    """FLOPs per token of the layers' products with weight matrices."""
     per_output_token: float = 0.0
-    """The output head, which is computed only for predicted tokens."""
+    """FLOPs per predicted token of the output head, which is not computed for other tokens."""
     per_pair: float = 0.0
-    """Attention score and product with the value, summed over the layers with full attention."""
+    """FLOPs per pair of the score and its product with the value vector, summed over the layers with full attention."""
     per_windowed_pair: float = 0.0
     """FLOPs as in `per_pair`, summed over the layers with windowed attention."""
     window: int = 0
@@ -126,10 +126,10 @@ Prompt = tuple[Hashable, int]
 """Key of a prompt, and its number of tokens."""
 PIECES = (1, 4, 16, 0)
 """Divisors of the token budget that `plan_step` tries. Sequences of one prompt form pieces of at most budget / divisor tokens;
-with 0, each sequence is a piece. Small pieces can be spread evenly over ranks; large ones compute a prompt less often."""
+0 = one piece per sequence. Small pieces can be spread evenly over ranks; with large pieces, a prompt is computed less often."""
 COPIES_OF_A_TOKEN = 5
 """Number of copied tokens that take as much memory as one computed token. If sequences share a prompt, its tokens are computed
-once, but attention needs a copy of them for each further sequence."""
+once, but attention needs a copy of their queries, keys and values for each further sequence."""
 
 
 def plan_step(
@@ -143,7 +143,7 @@ def plan_step(
     """Plan micro-batches of at most `budget` tokens for sequences of `lengths` tokens. `outputs`: as in `CostModel.of`.
 
     The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots, none of which is empty on all ranks. `prompts`: each sequence's
-    prompt, which is part of its length. If it is given, sequences of one prompt can share the prompt's computation. With
+    prompt, whose tokens `lengths` include; with them, sequences of one prompt can share the prompt's computation. With
     several ranks, return the cheapest plan of all `PIECES`. Raises `FieldError` if a sequence exceeds the budget."""
     tokens = [int(length) for length in lengths]
     costs = cost_model.of(lengths, outputs)
@@ -162,12 +162,12 @@ def plan_step(
 
 @dataclass
 class _Piece:
-    """Sequences of one prompt that stay together."""
+    """Sequences of one prompt that are planned for the same micro-batch."""
 
     members: list[int]
     tokens: int
     copied_tokens: int = 0
-    """Prompt tokens of all members but the first. They are not computed again, only copied in attention."""
+    """Prompt tokens of all members but the first. Attention copies the first member's queries, keys and values for them."""
 
     @property
     def room(self) -> int:
@@ -255,8 +255,8 @@ class _Planner:
         return None if left else slots
 
     def spread(self, order: list[int], level: float = math.inf) -> tuple[Bins, list[int]]:
-        """Return one slot's bins and the sequences left over. Each sequence of `order` goes into the cheapest bin with
-        room. No bin's cost exceeds `level`, and no bin's tokens exceed the budget."""
+        """Fill one slot, which has a bin for each rank. Return the bins and the sequences left over. Each sequence of `order`
+        goes into the cheapest bin with room. No bin's cost exceeds `level`, and no bin's tokens exceed the budget."""
         bins: Bins = [[] for _ in range(self.num_ranks)]
         room = [self.budget] * self.num_ranks
         cheapest = [(0.0, rank) for rank in range(self.num_ranks)]

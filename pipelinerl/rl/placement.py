@@ -70,8 +70,8 @@ class Placement(BaseModel):
         return not set(self.trainer).isdisjoint(uuid for group in self.groups for uuid in group)
 
     def trainer_environment(self, inherited: Mapping[str, str], *, takes_turns: bool = False) -> dict[str, str]:
-        """Return the trainer's environment variables. On a shared GPU, they limit torch's memory. `takes_turns`: they
-        also let torch give back all unused pages after its turn, even those between used pages."""
+        """Return the trainer's environment variables. On a GPU that an actor also uses, they limit torch's memory. With
+        `takes_turns`, they also let torch free all unused memory after its turn, even between blocks in use."""
         variables = self.environment(self.trainer)
         if self.trainer_share < 1:
             limit = f"per_process_memory_fraction:{self.trainer_share}"
@@ -220,8 +220,8 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
 
 
 def _most_ranks(recipe: Recipe, free: Sequence[Device], model: Model | None, limit: int) -> int:
-    """Return the largest multiple of `rank_unit` up to `limit` at which the ranks can hold weights and optimizer; if there is
-    none, the largest multiple up to `limit`. `free` begins with the GPUs of most free memory. MIG instances allow only 1."""
+    """Return the largest multiple of `rank_unit` up to `limit` at which the ranks can hold weights and optimizer state; if
+    there is none, the largest multiple up to `limit`. With MIG instances, at most 1. `free`: GPUs by falling free memory."""
     if any(device.is_instance for device in free):
         return min(limit, 1)
     unit = rank_unit(recipe)
@@ -285,7 +285,8 @@ def _with_numbers(
 
 
 class _Room(NamedTuple):
-    """An actor's GPU: the shares of memory that vLLM needs and may take, all uses in GiB, and a rank's share; 0 = no rank."""
+    """Memory of an actor's GPU. vLLM needs the share `least` and may take the share `most`. `uses`: GiB by purpose.
+    `trainer_share`: share that torch may take for a trainer rank; 0 = no rank uses the GPU."""
 
     device: Device
     least: float

@@ -117,7 +117,7 @@ class Plan:
     share: float
     kv_used_gib: float
     conventional: float
-    """Highest tokens/s of conventional mode if its largest lag, G - 1, is that of the split. A phase has one weight update."""
+    """Highest tokens/s of conventional mode, with G - 1 = the split's largest lag and one weight update per phase."""
     reasons: tuple[str, ...]
     steps: int
 
@@ -166,7 +166,7 @@ def make_plan(
     tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Plan the fastest split within the recipe's lag limit. The recipe must have no `misfits`. `sequences_in_progress`: H; None
-    = the best. `tell` is called before each simulation. Raises `FieldError` if the lag limit allows no split."""
+    = the best. `tell` gets a line of progress before each simulation. Raises `FieldError` if the lag limit allows no split."""
     held, most = tokens_held(lengths, longest_prompt(recipe)), most_in_progress(recipe, model, machine, lengths)
     fewest, max_lag = fewest_ranks(recipe, model, machine.memory_gib), recipe.algorithm.max_lag
     splits = possible_splits(recipe, model, machine, lengths, num_accelerators, sequences_in_progress)
@@ -314,8 +314,8 @@ def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, upda
 
 
 def _part(num_actors: int, per_step: int, times_smaller: float) -> tuple[int, int]:
-    """Return the numbers of actors and of groups per step of a system that is at most `times_smaller` times smaller. They have
-    nearly the ratio `num_actors` : `per_step`. Unless `per_step` is below 8, there are at least 8 groups per step."""
+    """Return the numbers of actors and of groups per step to simulate in place of `num_actors` and `per_step`. They are at most
+    `times_smaller` times smaller, in nearly the same ratio. Unless `per_step` is below 8, there are at least 8 groups."""
     least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))
     fewest = min(num_actors, math.ceil(least))
     tried = range(fewest, min(num_actors, fewest + 8) + 1)

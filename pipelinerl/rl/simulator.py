@@ -170,7 +170,7 @@ class _Run:
         self.offered = self.served = -1
         self.counted = Simulation()
         self.counted_from = self.computing = self.busy = self.slot_time = 0.0
-        """Start of the counted time, and sums since then: time of optimizer steps, busy time of actors, time of used slots."""
+        """End of the warm-up, and sums since then: time of optimizer steps, busy time of actors, time of used slots."""
 
     def result(self, first: int, last: int) -> Simulation:
         """Run until version `last` and return the totals since version `first`."""
@@ -330,7 +330,7 @@ class _Run:
             self._issue()
 
     def _optimizer_loop(self) -> _Process:
-        """Mirror `services.trainer.loop`: take a batch, compute, offer the version."""
+        """Mirror `services.trainer.loop`: take a batch, compute the step, and send the new version to the actors."""
         steps = self.recipe.trainer.steps
         yield from self._offer()
         yield lambda: self.served == 0

@@ -38,7 +38,7 @@ class DecodeCurve:
     def __post_init__(self) -> None:
         in_progress, rates = [h for h, _ in self.points], [rate for _, rate in self.points]
         if not self.points or min(*in_progress, *rates) <= 0 or sorted(set(in_progress)) != in_progress:
-            raise FieldError("decode", self.points, "give values above 0, and each point more sequences than the one before")
+            raise FieldError("decode", self.points, "give values above 0, with ascending numbers of sequences in progress")
 
     def step_time(self, in_progress: Floats | float) -> Floats:
         """Return the time of one decode step of `in_progress` sequences, h / U(h)."""
@@ -120,7 +120,8 @@ def too_small_max_lag(recipe: Recipe, lag: int) -> FieldError | None:
 def conventional_rate(
     curve: DecodeCurve, training_time: float, lengths: Lengths, num_sequences: int, num_accelerators: int
 ) -> float:
-    """Return r_conv, the rate if all accelerators generate `num_sequences` (K) and then all train. `training_time`: τ."""
+    """Return r_conv, the rate if all accelerators generate K = `num_sequences` and then all train. `training_time`: τ, the time
+    in which one accelerator trains on one token."""
     # Between two lengths that occur, the number of unfinished sequences does not change.
     unfinished = np.cumsum(lengths.shares[::-1])[::-1] * (num_sequences / num_accelerators)
     decode_steps = np.diff(lengths.tokens, prepend=0)

@@ -138,7 +138,8 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """A uvicorn server that installs no signal handlers. The result of `up` is whether the application has started."""
+    """A uvicorn server that installs no signal handlers. The future `up` gets True when the application has started, or False
+    if it could not start."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(

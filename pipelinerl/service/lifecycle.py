@@ -104,7 +104,8 @@ class GpuTurn:
 
     @classmethod
     def of(cls, recipe: Recipe, settings: PolicySettings) -> GpuTurn | None:
-        """Return the turn of a service, or None without `actor.colocate`. Raises `FieldError` outside a local run."""
+        """Return the `GpuTurn` that a service takes before it uses the GPU; None without `actor.colocate`. Raises `FieldError`
+        with `actor.colocate` outside a local run."""
         if not recipe.actor.colocate:
             return None
         if settings.gpu_turn is None:

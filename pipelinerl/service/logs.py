@@ -64,7 +64,7 @@ AGGREGATE_S = 60.0
 
 
 class RepetitionFilter(logging.Filter):
-    """Limits lines that outsiders can cause at will to one of each kind per `AGGREGATE_S`. That line says how many of its kind
+    """Limits the log lines that outsiders can cause at will: one line of each kind passes per `AGGREGATE_S`, and says how many
     were left out before it. Lines of one kind have the same logger and format string. Lines with a traceback always pass."""
 
     def __init__(self) -> None:

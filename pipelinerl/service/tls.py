@@ -53,12 +53,12 @@ def read_file(file: Path, field: str) -> bytes:
 
 
 def trust(context: ssl.SSLContext, folder: Path, field: str) -> None:
-    """Have `context` trust the folder's ca.crt. Raises `FieldError` on `field` if that file holds no certificate."""
+    """Have `context` trust ca.crt in `folder`. Raises `FieldError` on `field` if it cannot be read or has no certificate."""
     try:
         context.load_verify_locations(folder / CA)
     except OSError as error:
         reason = getattr(error, "reason", None) or error
-        raise FieldError(field, str(folder / CA), f"holds no certificate in PEM: {reason}") from error
+        raise FieldError(field, str(folder / CA), f"cannot be read, or holds no certificate in PEM: {reason}") from error
 
 
 def present(context: ssl.SSLContext, folder: Path, field: str) -> None:

@@ -108,7 +108,7 @@ def episode_seed(run_seed: int, split: Split, index: int) -> int:
 
 
 class SeededSource:
-    """Problems that an environment draws from the episode's seed. If the source is `verifiers`, split and index select one."""
+    """Problems that an environment draws from the episode's seed or, with source `verifiers`, selects by split and index."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._name, self.num_heldout = config.name, config.heldout_problems
@@ -263,7 +263,7 @@ def _text_at(row: Mapping[str, Any], name: str) -> str:
     only = value[0] if isinstance(value, list) and len(value) == 1 else value
     if not isinstance(only, str | int | float | Decimal) or isinstance(only, bool):
         inside = next(field_names(only, f"{name}."), "") if only is value and isinstance(only, Mapping) else ""
-        such = f", such as field {inside!r}" if inside else f", such as {str(only).lower()!r}" if isinstance(only, bool) else ""
+        such = f"; try field {inside!r}" if inside else f", such as {str(only).lower()!r}" if isinstance(only, bool) else ""
         raise BadRow(f"field {name!r} is {value!r:.200}; it must be a text or a number{such}")
     if not isinstance(only, str) and not isfinite(only):
         raise BadRow(f"field {name!r} is {only}, which is not a finite number; leave the row out")

@@ -1,4 +1,4 @@
-"""Names of attributes of spans: those that OpenTelemetry's conventions define, and our own, which begin with `pipelinerl.`."""
+"""Names of attributes of trace spans: those of OpenTelemetry's conventions, and our own, which begin with `pipelinerl.`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STALL_S = "pipelinerl.stall_seconds"
 BYTES = "pipelinerl.bytes"
 RECEIVE_S = "pipelinerl.receive_seconds"
 CARRIED_TOKENS = "pipelinerl.tokens.carried"
-"""Number of completion tokens that another actor generated before the hand-over."""
+"""Number of completion tokens that another actor had generated before this actor took over the sequence."""
 STATUS = "pipelinerl.verify.status"
 TASK = "pipelinerl.task"
 

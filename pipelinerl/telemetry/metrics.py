@@ -120,7 +120,7 @@ _Collector = TypeVar("_Collector", bound=Collector)
 
 
 class MetricSet:
-    """Makes metrics whose names begin with `prefix` on `registry`. `unit`: needed unless a name ends with a key of `UNITS`."""
+    """Makes metrics whose names begin with `prefix`, on `registry`. A name that ends with no key of `UNITS` needs `unit`."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         self._prefix, self._registry = prefix, registry

@@ -328,7 +328,7 @@ def test_rows_as_dapo_and_verl_have_them_in_parquet(tmp_path: Path) -> None:
     assert FileSource(filled, seed=0).problems[0].question == "1, {a} {} \\frac{1}{2}"
     with pytest.raises(FieldError, match=r"task\.answer_field = 'reward_model\.truth': .*reward_model\.ground_truth, reward"):
         FileSource(file_task(path, **{**nested, "answer_field": "reward_model.truth"}), seed=0)
-    with pytest.raises(UserError, match=r"row 1: field 'reward_model' is .* such as field 'reward_model\.ground_truth'"):
+    with pytest.raises(UserError, match=r"row 1: field 'reward_model' is .* try field 'reward_model\.ground_truth'"):
         FileSource(file_task(path, **{**nested, "answer_field": "reward_model"}), seed=0)
 
 
