@@ -204,7 +204,7 @@ class SequenceTracker:
         return [failed_sample(run, group_id, index, group.num_samples, failure) for index in missing]
 
     def held(self) -> tuple[Sequence, ...]:
-        """Return the samples that have arrived in open groups and are still in flight. A checkpoint stores them separately."""
+        """Return the samples that have arrived in open groups and are still in flight. The result of `to_state` lacks them."""
         arrived = (sequence for group in self.open_groups.values() for sequence in group.members.values())
         return tuple(sequence for sequence in arrived if self.ledger.is_open(sequence.sequence_id))
 
@@ -338,4 +338,4 @@ MEANINGS = {
     StaleReason.UNKNOWN.value: "some tokens name a version that this run has not made yet",
     "equal rewards": "all answers of the group earned the same, so the group teaches nothing",
 }
-"""Explanations of the reasons why a sequence was not trained on, for people. docs/errors.md has the same words."""
+"""Explanations, for users, of the reasons why a sequence was not trained on. docs/errors.md has the same words."""
