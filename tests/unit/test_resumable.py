@@ -92,7 +92,7 @@ def test_what_was_edited_or_is_missing_since_is_noticed(tmp_path: Path) -> None:
     cannot_go_on(run, r"of policy version 5 has format 2, .*finish the run with the release that wrote it")
     for damaged in ("[]", "{}", "{"):
         state.write_text(damaged)
-        cannot_go_on(run, r"--resume = .*its newest checkpoint cannot be read: .*; restore the file")
+        cannot_go_on(run, r"--resume = .*its newest checkpoint cannot be read: .*; restore its resume/run.json, or remove")
     write_json(state, current)
     (run.path / JOURNAL).write_text("damaged\n")
     cannot_go_on(run, r"ledger.jsonl: the line at byte 0 is not an event: .*; restore the file from a copy", UserError)
