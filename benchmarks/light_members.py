@@ -135,7 +135,7 @@ class TensorReceiver:
 
     def _receive(self, version: PolicyVersion, deadline_s: float) -> StagedWeights:
         if self._group is None or self._manifest is None:
-            raise TransferError("no transfer group is joined")
+            raise TransferError("this worker has joined no transfer group")
         with self._idle:
             receiver = Receiver(
                 self._group, self._manifest, version, timeout_s=deadline_s,

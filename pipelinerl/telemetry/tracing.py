@@ -2,7 +2,7 @@
 
 The sampler decides which traces are recorded; the others have no spans. A trace is passed on as data, with its sequence or
 message, because its next span often belongs to another task or process. OpenTelemetry's global provider and current span are
-not used, so libraries with their own traces (vLLM) do not see ours.
+not used, so libraries with their own traces (vLLM) do not see PipelineRL's.
 
 The SDK is loaded only if OpenTelemetry's environment variables ask for traces. This module reads the variables that choose the
 exporter, and the SDK reads the others. If the collector is down, spans are lost, and the work goes on.
@@ -136,7 +136,7 @@ def _exporter(settings: TracingSettings) -> SpanExporter:
 
 def _provider(context: LogContext, exporter: SpanExporter) -> TracerProvider:
     """Return a provider, which reads its sampler and the bounds of its queue from the environment. OTEL_SERVICE_NAME and
-    OTEL_RESOURCE_ATTRIBUTES take precedence over our attributes."""
+    OTEL_RESOURCE_ATTRIBUTES take precedence over the attributes that this function sets."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor

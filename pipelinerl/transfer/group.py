@@ -202,7 +202,7 @@ PIECE_BYTES = 2**19
 _OUTCOME, _VOID = "outcome", "void"
 """Store key of a meeting's outcome, and its value if rank 0 gave up; else the value is the receivers' common `Kept` as JSON."""
 _MEETING_LOOK_S = 0.1
-"""Interval at which a waiting rank checks whether the meeting was given up."""
+"""Interval, in seconds, at which a rank that waits for other ranks checks whether the meeting was given up."""
 _LET_GO_S = 0.5
 """Interval, in seconds, at which `connect` checks whether the meeting was given up or is late."""
 

@@ -163,7 +163,7 @@ class Manifest:
 
     @cached_property
     def slowest_chunk_s(self) -> float:
-        """Seconds that the largest chunk takes at 20 MB/s, the shortest time after which a transfer may count as stuck."""
+        """Seconds that the largest chunk takes at 20 MB/s. A transfer must not count as stuck earlier."""
         return max(chunk.num_bytes for chunk in self.chunks) / 20e6
 
     @property
@@ -204,7 +204,7 @@ class Manifest:
         except FieldError as error:
             raise MessageError(KIND, error.field, str(error)) from error
         if manifest.manifest_id != manifest_id:
-            raise MessageError(KIND, "manifest_id", f"{manifest_id} is not the id of its content, {manifest.manifest_id}")
+            raise MessageError(KIND, "manifest_id", f"is {manifest_id}, but the content's id is {manifest.manifest_id}")
         return manifest
 
 

@@ -46,7 +46,7 @@ _Result = TypeVar("_Result")
 
 class WeightLog:
     """The writer of a log. `prefix`: folder of its keys. `anchor_every`: number of deltas from one anchor to the next. If the
-    deltas together become larger than the last anchor, the next one comes sooner. `keep_all`: delete nothing. `placement`:
+    deltas together become larger than the last anchor, a new anchor follows sooner. `keep_all`: delete nothing. `placement`:
     memory that holds the streams given to `add`."""
 
     def __init__(

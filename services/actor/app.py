@@ -307,7 +307,7 @@ class Heartbeat:
             await asyncio.sleep(ttl_s / 3 if self._manifest_id() else min(ttl_s / 12, 1.0))
 
     async def leave(self) -> None:
-        """Remove the registration; if this fails, it expires. Cancel `run` before this call. A draining actor is first
+        """Remove this actor's registration, or let it expire if that fails. Cancel `run` before. A draining actor is first
         registered as draining, so that the trainer can tell an orderly stop from a failure."""
         if self._left:
             return
@@ -318,7 +318,7 @@ class Heartbeat:
                     await self._refresh()
                 await self._bus.remove_member(self._me.actor)
         except (BusError, TimeoutError) as error:
-            log.warning("cannot remove the registration, it will expire: %s", error or "no answer in time")
+            log.warning("cannot remove this actor's registration, which will expire: %s", error or "no answer in time")
 
     async def _refresh(self) -> None:
         await self._bus.put_member(self._me.actor, self.registration().SerializeToString())

@@ -291,7 +291,7 @@ class Finisher:
 
     async def _store(self, sequence: Sequence, headers: Headers) -> str:
         """Publish a sequence, retrying until it is stored. Return its failure, or "" for a good sequence. A sequence that is
-        invalid or larger than NATS's max_payload is stored as a failure without arrays or text."""
+        invalid or larger than NATS's max_payload is stored as a failed one without arrays or text."""
         name = sequence.sequence_id
 
         async def publish(payload: bytes) -> None:
@@ -307,7 +307,7 @@ class Finisher:
 
 
 def encoded(sequence: Sequence) -> tuple[bytes, str]:
-    """Return an encoded sequence and its failure. An invalid sequence becomes a failure without arrays or text."""
+    """Return an encoded sequence and its `failure`. An invalid sequence becomes a failed one without arrays or text."""
     try:
         return encode_sequence(sequence), sequence.failure
     except MessageError as error:
@@ -315,7 +315,7 @@ def encoded(sequence: Sequence) -> tuple[bytes, str]:
 
 
 def bare(sequence: Sequence, failure: str) -> tuple[bytes, str]:
-    """Encode a failed sequence without arrays, text or reward. Return it with its `failure`."""
+    """Encode a sequence as failed, without arrays, text or reward. Return the bytes and `failure`."""
     log.error("sequence %s cannot be stored as it is: %s", sequence.sequence_id, failure)
     identity = sequence.run, sequence.group_id, sequence.sample_index, sequence.group_size
     failed = failed_sample(*identity, failure)
@@ -418,9 +418,9 @@ class GenerationLoop:
         return True
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
-        """Store the message as a dead letter (see `pipelinerl dead-letters`). Then end its samples as failed sequences and
-        acknowledge it. If the letter would be too large, it omits the prompt group. If the letter cannot be stored, NATS
-        delivers the message again. `group` is None if the message does not identify its group."""
+        """Store the message as a dead letter (see `pipelinerl dead-letters`). Then publish its samples as failed sequences and
+        acknowledge it. If `group` is None, because the message does not identify its group, only remove the message. A letter
+        that would be too large omits the prompt group. If the letter cannot be stored, NATS delivers the message again."""
         letter = sequences.DeadLetter(
             run=self.bus.run,
             msg_id=delivery.msg_id,

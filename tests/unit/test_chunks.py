@@ -388,7 +388,7 @@ def test_with_adapters_only_factors_are_sent() -> None:
 def test_a_manifest_of_adapters_comes_back_unchanged_and_its_id_is_checked() -> None:
     data = build_manifest(FACTORS, low_rank=adapted()).to_bytes()
     assert Manifest.from_bytes(data).to_bytes() == data
-    with pytest.raises(MessageError, match="is not the id of its content"):
+    with pytest.raises(MessageError, match="but the content's id is"):
         Manifest.from_bytes(changed(pb.WeightManifest.FromString(data), manifest_id="another").SerializeToString())
 
 

@@ -447,7 +447,7 @@ def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
 
 
 def _last_known(served: list[RecordedTurn], history: tuple[Any, ...]) -> RecordedTurn | None:
-    """Return the turn whose messages are the longest prefix of `history`, or None. Of several, prefer one that none extends."""
+    """Return a turn whose messages are the longest prefix of `history`, or None. Prefer a turn that no other turn extends."""
     extended = {id(turn.extends) for turn in served}
     known = [
         turn

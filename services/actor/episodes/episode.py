@@ -95,7 +95,7 @@ class Episode:
     """Maximum number of turns in one run of the environment. Turns whose client hung up count, too."""
     max_context: int
     turn_timeout_s: float
-    """Maximum seconds for a turn, including the wait for one of the `Sampler`'s places."""
+    """Maximum seconds for a turn, including the wait while the `Sampler` already decodes `places` turns."""
     failure: str = field(default="", init=False)
     """Why the engine or a deadline ended the episode, or empty. If set, all further requests are refused."""
 
@@ -117,7 +117,7 @@ class Episode:
         """Error code of this run's first request that exceeded a limit, or empty."""
 
     def not_served(self, turn: RecordedTurn, over: asyncio.Event) -> None:
-        """Record that a run of the environment did not receive a turn. `over`: that run's event. Later runs are unaffected."""
+        """Record that the environment's run whose `over` event is given did not receive a turn. Later runs are unaffected."""
         if over is self.over and turn in self.served:
             self.served.remove(turn)
 
@@ -182,7 +182,7 @@ class Episode:
         return None
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
-        """Return the longest served turn with which the context begins, or None. Of several, prefer one that none extends."""
+        """Return the longest served turn that begins the context, or None. Of equal ones, prefer one that no turn extends."""
         served = [turn for turn in self.turns if turn in self.served]
         extended, known = {id(turn.extends) for turn in served}, [(turn, turn.token_ids) for turn in served if turn.is_finished]
         starts = [(turn, len(own)) for turn, own in known if np.array_equal(context_token_ids[: len(own)], own)]
@@ -213,7 +213,7 @@ class Episode:
         return reasons[-1] if reasons else None
 
     def policy_refused(self, code: str, problem: str, status: int = 400) -> Refused:
-        """Note the policy's fault `code` and return the error to raise."""
+        """Record the policy's fault `code`, unless this run has an earlier fault. Return the error to raise."""
         self.policy_fault = self.policy_fault or code
         return Refused(status, code, problem)
 

@@ -72,7 +72,7 @@ class AdaptedLinearMethod(LinearMethodBase):
 
     @torch.no_grad()
     def unpack(self, layer: LinearBase) -> None:
-        """Renew `unpacked`, if any. Applying the packed weights to the identity matrix gives an exact copy of them."""
+        """Unpack vLLM's packed weights into `unpacked`, if it is in use: their product with the identity matrix is exact."""
         if self.unpacked is not None:
             for some in torch.arange(self.in_size).split(1024):
                 rows = torch.zeros(len(some), self.in_size, dtype=self.a.dtype)
@@ -95,7 +95,7 @@ def _part_sizes(layer: LinearBase) -> list[int]:
 
 
 def _whole_sizes(layer: LinearBase) -> list[int]:
-    """Return each part's number of output features over all ranks. Replicated key and value heads count once."""
+    """Return the output features of each part of a fused layer, over all ranks. Replicated key and value heads count once."""
     if isinstance(layer, QKVParallelLinear):
         keys = layer.total_num_kv_heads
         return [layer.total_num_heads * layer.head_size, keys * layer.head_size, keys * layer.v_head_size]
@@ -104,11 +104,12 @@ def _whole_sizes(layer: LinearBase) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """The vLLM layer that gets a checkpoint layer's adapter. `shard`: vLLM's name of this part of a fused layer, or None."""
+    """The vLLM layer that gets a checkpoint layer's adapter. If it is fused, `part` and `shard` are the index of the checkpoint
+    layer in it and vLLM's name for that part. Otherwise, they are 0 and None."""
 
     layer: LinearBase
     rows: int
-    """Number of output features over all tensor-parallel ranks."""
+    """Number of output features of the checkpoint layer, over all tensor-parallel ranks."""
     part: int = 0
     shard: str | int | None = None
 
@@ -119,8 +120,8 @@ class Place:
 
 
 def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> dict[str, Place]:
-    """Prepare each layer that the recipe adapts, before the model is compiled. Return the places by layer name;
-    each part of a fused layer has its own place. Layers whose weights other modules also use, as in MLA, are left out."""
+    """Prepare each layer that `trainer.lora` selects, before the model is compiled. Return a `Place` for each checkpoint layer,
+    by the layer's name. Layers whose weights other modules also use, as in MLA, are left out."""
     content = vllm_config.additional_config.get(CONFIG) if isinstance(vllm_config.additional_config, dict) else None
     if content is None:
         return {}

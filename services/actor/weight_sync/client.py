@@ -44,8 +44,8 @@ class WeightLoading:
 @dataclass(frozen=True)
 class StagedWeights:
     """Figures of a version that is received and checked. The trainer compares `checksum` (64 bits over all received bytes) with
-    its own. `receive_s`: time of receiving and checking. `prepare_s`: time of loading, without waits for bytes. From
-    `WeightUpdateClient.receive`, both are the maximum over the ranks."""
+    its own. `receive_s`: time of receiving and checking. `prepare_s`: time of loading, without waits for bytes. In results
+    of `WeightUpdateClient.receive`, both times are the maximum over the ranks."""
 
     checksum: int
     num_bytes: int

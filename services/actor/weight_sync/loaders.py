@@ -176,7 +176,7 @@ def _routing_obstacle(module: nn.Module) -> str:
 
 
 def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
-    """Return the attributes of an expert layer's `quant_method`, which include `_KERNEL`; None for other modules."""
+    """Return the attributes of an expert layer's `quant_method`, including those named in `_KERNEL`; None for other modules."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     method = getattr(module, "quant_method", None)
@@ -341,8 +341,8 @@ def _exchange(left: dict[str, Any], right: dict[str, Any], names: Iterable[str])
 
 
 class InPlaceLoader(ShadowLoader):
-    """Copies the shadow's weights into the live ones. The pause lasts for one copy within the device. Post-processing
-    must change only parameters, and give each the layout of the live one. `obstacle` checks this condition."""
+    """Copies the shadow's weights into the live ones. The pause lasts for one copy within the device. vLLM's post-processing
+    must change only parameters, and give each parameter the layout of the live parameter. `obstacle` checks this condition."""
 
     mode = "in_place"
 

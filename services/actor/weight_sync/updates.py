@@ -49,7 +49,7 @@ LOG_BACKOFF = Backoff(first_s=0.5, most_s=5.0, jitter=0.2)
 
 
 class ServingGate:
-    """Groups may be taken only while this gate is open; groups that were taken earlier continue. It is closed until the first
+    """Prompt groups may be taken only while this gate is open; groups taken earlier continue. It is closed until the first
     commit, and while the actor drains or sleeps. With a `max_lag`, it also closes if the served version is from another
     incarnation than the newest announced one, or more than `max_lag` + 1 behind it. The 1 allows for the time
     between the announcement of a version and its commit."""

@@ -65,8 +65,8 @@ class Receiver:
     """Number of chunks in memory at a time, besides the chunks of an incomplete tensor. If it is more than 1, a separate thread
     receives chunks while the loader works."""
     memory: tuple[ReusedMemory, ReusedMemory] | None = None
-    """Memory for chunks, and memory for larger tensors. If None, new memory is allocated on the group's device for each of
-    them. Host memory is then pinned if the machine has a GPU."""
+    """Memory for chunks, and memory for tensors larger than a chunk. If None, each chunk and each such tensor gets new memory
+    on the group's device. Host memory is then pinned if the machine has a GPU."""
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -328,7 +328,7 @@ class TransferWorker:
             self._leave()
             self._group = StreamFile(order.path, self.manifest, order.version)
         if self._group is None:
-            raise TransferError("no transfer group is joined")
+            raise TransferError("this worker has joined no transfer group")
         receiver = Receiver(
             self._group,
             self.manifest,

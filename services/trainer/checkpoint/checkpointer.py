@@ -152,7 +152,8 @@ class Checkpointer:
             await asyncio.wait({self._newest[1]})
 
     async def _start(self, *, anew: bool = False) -> asyncio.Task[WrittenCheckpoint]:
-        """Begin a checkpoint of the current version. Unless `anew`, return the version's earlier one if it has not failed."""
+        """Begin a checkpoint of the current version and return its task. If the version already has a task that is running or
+        succeeded, return that task instead, unless `anew`."""
         state = self._capture()
         version = state.policy_version
         if not anew and self._newest is not None and self._newest[0] == version:
@@ -197,8 +198,8 @@ _KEPT = ("_weight_conversions", "peft_config")
 
 class PolicyExport:
     """Exports a policy in `dtype` as a Hugging Face folder. Training waits during `stage`, and continues during `write`.
-    transformers writes the files of `form`, a model without tensors (on the meta device), so that the writing thread uses
-    nothing that a step changes. `stage` overwrites the tensors of the previous call, which must already be written."""
+    transformers writes the files of `form`, a model without tensors (on the meta device), so that the writing thread reads
+    nothing that training changes. `stage` overwrites the tensors of the previous call, which must already be written."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
         with torch.device("meta"):
