@@ -172,7 +172,7 @@ def _decode(body: Bytes, into: _Words) -> None:
     elif len(positions) == num_words and positions[-1] < into.size:
         into[positions] ^= words
     else:
-        raise ValueError(f"has {len(positions)} positions for {num_words} changed words, or one outside the {into.size} words")
+        raise ValueError(f"has {len(positions)} positions for {num_words} changed words, or a position past {into.size} words")
 
 
 def _gaps(positions: _Words) -> Bytes:

@@ -195,7 +195,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Parse a `WeightManifest`. Raises `MessageError` if it is malformed or its id is not that of its content."""
+        """Parse a `WeightManifest`. Raises `MessageError` if it is malformed or its id does not match its content."""
         message = parse(WeightManifest(), data, KIND)
         manifest_id = message.manifest_id
         message.ClearField("manifest_id")

@@ -90,7 +90,7 @@ async def open_store(url: str, bus: Bus) -> AsyncIterator[LogStore]:
 
 
 def open_files(field: str, url: str) -> tuple[FileSystem, str]:
-    """Open a URL with pyarrow. Return the file system, and the path in it. A wrong URL raises `FieldError`, for `field`."""
+    """Open a URL with pyarrow. Return the file system and the path in it. Raises `FieldError` about `field` for a wrong URL."""
     from pyarrow.fs import FileSystem
 
     try:

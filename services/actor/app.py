@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 SERVICE = "pipelinerl.v1.ActorService"
 HEALTH_CHECK_S = 2.0
 INTERRUPT_S = 1.5
-"""Maximum seconds to get unfinished sequences from the engine when the actor stops. A weight commit can delay them."""
+"""Maximum seconds to get unfinished sequences from the engine when the actor stops. A weight commit can delay its answer."""
 DRAIN_S = 2.5
 HAND_OVER_S = 3.0
 """Maximum seconds to publish unfinished groups on PROMPTS when the actor stops."""

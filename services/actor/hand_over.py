@@ -31,7 +31,7 @@ async def answered(answer: Awaitable[None], action: str) -> bool:
     try:
         await answer
     except BusError as error:
-        log.warning("cannot %s; this is tried again, or NATS delivers the message again: %s", action, error)
+        log.warning("cannot %s; the actor tries again, or NATS delivers the message again: %s", action, error)
         return False
     return True
 

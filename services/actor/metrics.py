@@ -146,7 +146,7 @@ class ActorMetrics:
         self.weight_loader = metrics.reading("weight_loader", text, {"mode": "shadow, in_place, paused, adapter"}, unit="1")
 
     def engine_step(self, decode_s: float | None, kv_cache_usage: float) -> None:
-        """Record an engine step: its seconds (None for the first step after an idle period) and the cache's usage in [0, 1]."""
+        """Record an engine step: its seconds (None for the first step after idle time) and the KV cache's usage in [0, 1]."""
         if decode_s is not None:
             self.decode_step.observe(decode_s)
         self._kv_cache.set(kv_cache_usage)

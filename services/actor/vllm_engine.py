@@ -212,7 +212,7 @@ def prepare_forks() -> None:
 
 
 def use_known_model_infos(image: Path, cache: Path) -> None:
-    """Copy the image's data on model classes to vLLM's cache if the cache has none. This saves vLLM 9 s of inspection."""
+    """Copy the container image's data on model classes to vLLM's cache if it has none. This saves vLLM 9 s of inspection."""
     known, target = image / "modelinfos", cache / "modelinfos"
     if not known.is_dir() or target.exists():
         return
@@ -221,7 +221,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
         with tempfile.TemporaryDirectory(dir=cache) as beside:  # renamed when complete, since the actor may be killed meanwhile
             shutil.copytree(known, Path(beside, known.name)).rename(target)
     except OSError as error:
-        log.warning("cannot copy the image's model information to %s (%s); vLLM will make its own", target, error)
+        log.warning("cannot copy the container image's model data to %s, so vLLM makes its own: %s", target, error)
 
 
 def step_logger(listeners: Sequence[OnStep]) -> StatLoggerFactory:

@@ -380,7 +380,7 @@ def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Mess
 def answer_of(
     chat: ChatFormat, turn: RecordedTurn, messages: list[Message], tools: Tools, stop: Iterable[str] = (), may_call: bool = True
 ) -> Message:
-    """Return the turn as a message without its stop string. Store the history up to this message in `turn.messages`."""
+    """Return the turn as a message without its stop string. Set `turn.messages` to the history that ends with this message."""
     prompt_ids, sampled_ids = turn.context_token_ids.tolist(), turn.made.completion_token_ids.tolist()
     parsed = chat.parse(sampled_ids, prompt_ids, tools if may_call else [])
     message: Message = {"role": "assistant", "content": before_stop(parsed.content, stop)}

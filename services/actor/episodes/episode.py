@@ -68,7 +68,7 @@ class RecordedTurn:
     asked: SamplingParams | None = None
     """Sampling parameters of the last request for the turn on this actor; None if there was no request."""
     messages: Any = None
-    """History up to the turn's message, for `endpoint.context_of`; None if the turn was not served as a message."""
+    """History that ends with the turn's message, for `endpoint.context_of`; None if the turn was not served as a message."""
 
     @property
     def is_finished(self) -> bool:

@@ -72,7 +72,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 logger.warning("weights are loaded while generation is paused: %s", reason)
         try:
             if manifest.low_rank and self._base_replaced:
-                raise ManifestMismatch("adapters need the checkpoint's weights, which were replaced: restart this actor")
+                raise ManifestMismatch("adapters need the checkpoint's weights, which an update replaced: restart this actor")
             loader.check(manifest)
         except ManifestMismatch as error:
             problem = str(error)

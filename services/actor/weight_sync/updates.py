@@ -379,7 +379,7 @@ class UpdateListener:
         async with self.serving:
             await self._receiver.sleep()
         self._turn.release()
-        log.info("the engine sleeps after version %s, and the trainer uses the GPU", version)
+        log.info("the engine sleeps with version %s while the trainer uses the GPU", version)
 
     async def _stop_receiving(self) -> None:
         """Cancel a running receive and withdraw a staged version. This takes a limited time: a stuck transfer is abandoned."""
@@ -405,7 +405,7 @@ class UpdateListener:
         return mine is not None and (mine.incarnation, mine.epoch) == (order.incarnation, order.epoch)
 
     async def _fail(self, about: pb.EpochStart | pb.Announce | pb.Commit, error: TransferError) -> None:
-        log.error("weight update failed here: %s", error)
+        log.error("the weight update failed in this actor: %s", error)
         self._metrics.updates.labels("failed").inc()
         reason, group_broke = str(error)[:REASON_CHARACTERS], isinstance(error, GroupFailed | TransferAborted)
         version = 0 if isinstance(about, pb.EpochStart) else about.version

@@ -243,7 +243,7 @@ class TransferWorker:
     # vLLM calls the next three methods on the worker's main thread.
 
     def check_staged(self, version: PolicyVersion) -> None:
-        """Note the version that `swap` will make live. Raises TransferError if it is not staged."""
+        """Remember the version that `swap` will make live. Raises TransferError if the version is not staged."""
         self._to_swap = version
         if self._staged != version:
             raise TransferError(f"version {version} is to be served, but {self._staged or 'nothing'} is staged")
