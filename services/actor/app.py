@@ -307,8 +307,8 @@ class Heartbeat:
             await asyncio.sleep(ttl_s / 3 if self._manifest_id() else min(ttl_s / 12, 1.0))
 
     async def leave(self) -> None:
-        """Remove this actor's registration, or let it expire if that fails. Cancel `run` before. A draining actor is first
-        registered as draining, so that the trainer can tell an orderly stop from a failure."""
+        """Remove this actor's registration. If that fails, it expires. Cancel `run` before this call. A draining actor is
+        first registered as draining, so that the trainer can tell an orderly stop from a failure."""
         if self._left:
             return
         self._left = True

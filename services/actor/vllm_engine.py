@@ -212,7 +212,7 @@ def prepare_forks() -> None:
 
 
 def use_known_model_infos(image: Path, cache: Path) -> None:
-    """Copy the container image's data on model classes to vLLM's cache if it has none. This saves vLLM 9 s of inspection."""
+    """Copy the container image's data on model classes to vLLM's cache if the cache has none. This saves vLLM 9 s."""
     known, target = image / "modelinfos", cache / "modelinfos"
     if not known.is_dir() or target.exists():
         return

@@ -284,7 +284,7 @@ class Episodes:
         self, group: PromptGroup, start: PartialSequence, sample: Sample, *, split: Split, stopped: asyncio.Event, trace: Trace
     ) -> tuple[Episode, VerifyResult | None]:
         """Run an episode and return it with the environment's result. The result is None if `stopped` is set before the episode
-        ends. Waits without limit for a verifier, but gives up after `MOST_RUNS` runs that lost their verifier."""
+        ends. Waits without limit for a verifier, but gives up when `MOST_RUNS` runs with turns have lost their verifier."""
         request = EpisodeRequest(
             sequence_id=group.sequence_id(start.sample_index),
             task=group.task,

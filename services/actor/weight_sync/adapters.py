@@ -72,7 +72,7 @@ class AdaptedLinearMethod(LinearMethodBase):
 
     @torch.no_grad()
     def unpack(self, layer: LinearBase) -> None:
-        """Unpack vLLM's packed weights into `unpacked`, if it is in use: their product with the identity matrix is exact."""
+        """Unless `unpacked` is None, fill it with vLLM's packed weights. Applying them to the identity matrix is exact."""
         if self.unpacked is not None:
             for some in torch.arange(self.in_size).split(1024):
                 rows = torch.zeros(len(some), self.in_size, dtype=self.a.dtype)
@@ -95,7 +95,7 @@ def _part_sizes(layer: LinearBase) -> list[int]:
 
 
 def _whole_sizes(layer: LinearBase) -> list[int]:
-    """Return the output features of each part of a fused layer, over all ranks. Replicated key and value heads count once."""
+    """Return each checkpoint layer's number of output features over all ranks. Replicated key and value heads count once."""
     if isinstance(layer, QKVParallelLinear):
         keys = layer.total_num_kv_heads
         return [layer.total_num_heads * layer.head_size, keys * layer.head_size, keys * layer.v_head_size]
@@ -104,8 +104,8 @@ def _whole_sizes(layer: LinearBase) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """The vLLM layer that gets a checkpoint layer's adapter. If it is fused, `part` and `shard` are the index of the checkpoint
-    layer in it and vLLM's name for that part. Otherwise, they are 0 and None."""
+    """The vLLM layer that gets a checkpoint layer's adapter. If it fuses several checkpoint layers, `part` is the index of this
+    one, and `shard` is vLLM's name for it. Otherwise, they are 0 and None."""
 
     layer: LinearBase
     rows: int

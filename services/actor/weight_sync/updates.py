@@ -122,7 +122,7 @@ class UpdateListener:
     A separate task receives weights, so that an abort can be handled during a transfer. Generation goes on until a commit.
     Orders are ignored if they repeat an earlier one, or do not belong to the epoch that this process has joined. During a NATS
     outage, the listener waits. Other code may lock `serving` to prevent commits and sleep. On a GPU shared with the trainer,
-    this process has the `turn` while its engine is awake.
+    this process holds the GPU's `turn` while its engine is awake.
 
     With a `log`, this actor is in no epoch, and reads the newest published version from the log. If the store fails, or
     retention has removed the version, the actor retries until it succeeds or a newer version is published."""
