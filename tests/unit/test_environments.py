@@ -123,7 +123,7 @@ def unknown_hint(query: Nowhere) -> None: ...  # type: ignore[name-defined] # no
     ("function", "told"),
     [
         (no_hint, "tool no_hint: parameter query has no type hint; write one, such as query: str"),
-        (odd_hint, "tool odd_hint: parameter query has type set; use str, int"),
+        (odd_hint, "tool odd_hint: parameter query has type set[str]; use str, int"),
         (starred, "tool starred: parameter queries cannot be passed by name"),
         (odd_default, "tool odd_default: parameter query has the default <object"),
         (yields_later, "tool yields_later: is a generator function (it yields)"),
