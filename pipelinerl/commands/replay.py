@@ -53,7 +53,7 @@ def rollback(args: argparse.Namespace) -> int:
     with run.locked("RUN"), Journal(run.path / JOURNAL, alone=True) as journal:
         check_stopped(run, "RUN")
         if args.to == newest_checkpoint(run.path):
-            raise FieldError("--to", args.to, "is the newest checkpoint, with which the run continues anyway; give another one")
+            raise FieldError("--to", args.to, "is where the run continues anyway (the newest checkpoint); give another version")
         if args.to not in resumable(run.path):
             run.check_space("RUN", 0)
             if code := _compute(run, recipe, last=args.to, checkpoint=True):

@@ -372,7 +372,7 @@ class RewardConfig(Section):
     judge: JudgeConfig | None = Field(None, description="Model for scorer `judge`.")
     answer_pattern: Annotated[str, regex("answer")] = ""
     """Regular expression; group 1 of its last match is the answer. Empty = the whole completion.
-    The rest of the completion is then searched again, with `.` also matching line ends, for an answer of several lines."""
+    The text after the last match is searched again, with `.` also matching line ends, for an answer of several lines."""
     json_schema: dict[str, Any] = {}
     """JSON schema of the answer, for scorer `json_schema`. Empty = the reference answer is the schema."""
     tests_field: str = Field("tests", description="Field of the row that holds the problem's tests, for `code`.")

@@ -159,8 +159,8 @@ def reads(share: ProblemSet, *answers: str) -> bool:
 
 
 def written(pattern: str, answer: str) -> str:
-    """Return a text that the regular expression `pattern` matches with `answer` (not empty) as group 1. For unusual patterns,
-    the text may not match. Of `a|b`, it has the alternative with `answer`, or the first. Parts repeat as rarely as allowed."""
+    """Return a text that the regex `pattern` matches with `answer` (not empty) as group 1. Unusual patterns may not match it.
+    Of `a|b`, it has the alternative with `answer`, or the first. Parts repeat as rarely as allowed; `.*` becomes a space."""
     frames, is_found, atom = [("", [""])], False, ""  # frames: (opening, each alternative's text); atom: what `times` repeats
     for token, times in _TOKEN.findall(pattern):
         if token[0] == "(":
