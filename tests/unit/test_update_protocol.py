@@ -598,7 +598,7 @@ async def test_leaving_a_bus_that_is_away_is_bounded(caplog: pytest.LogCaptureFi
         bus.server.set_reachable(False)
         async with asyncio.timeout(60):
             await heartbeat(bus, ServingGate(1)).leave()
-    assert "which will expire" in caplog.text
+    assert "it will expire" in caplog.text
 
 
 async def test_newcomers_share_a_transfer_and_one_that_fails_is_put_out_of_it_and_comes_back_alone() -> None:
