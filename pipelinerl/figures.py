@@ -1,7 +1,7 @@
 """Declare each figure of an optimizer step once, in a table. Pure.
 
-The trainer's metrics of steps, many keys of summary.json, the curves of the run's pages and the tables of
-docs/run-directory.md follow from this table. The learner, the optimizer loop and the recorder compute the figures.
+The trainer's metrics of steps, many keys of summary.json, the data of the run's pages and the tables of docs/run-directory.md
+follow from this table. The learner, the optimizer loop and the recorder compute the figures.
 """
 
 from __future__ import annotations
