@@ -302,8 +302,8 @@ _SHOWN_BYTES = 16 * 2**20
 async def fetch(release: Release, seen: Look, folder: Path) -> Path:
     """Fetch the run's files into `folder`, write the report there, and return its path. Continue files that an earlier
     attempt fetched in part. Raises `ServiceError` if a file is lacking or has a wrong size, the disk is too small, or nothing
-    arrives for `_GIVE_UP_S`. Raises `KubeError` if a permission is missing or the pod is gone, and errors of `_fetch_all`
-    and `write_report`, such as `FieldError` if the folder has other files."""
+    arrives for `_GIVE_UP_S` seconds. Raises `KubeError` if a permission is missing or the pod is gone, and `UserError` if the
+    folder has other files, or if no report can be made from the fetched files."""
     before, since_s = -1, 0.0
     while True:
         try:

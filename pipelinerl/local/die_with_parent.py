@@ -19,7 +19,7 @@ def guarded(command: tuple[str, ...] | list[str], death_signal: int = signal.SIG
 
 
 def become(parent_pid: int, death_signal: int, command: list[str]) -> None:
-    """Replace this process by `command`. On Linux, first request `death_signal` from the kernel; exit if the parent is dead."""
+    """Replace this process by `command`. On Linux, it gets `death_signal` when the parent dies; exit if the parent is dead."""
     if sys.platform == "linux":
         import ctypes
 

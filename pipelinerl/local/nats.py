@@ -68,5 +68,6 @@ def nats_url(folder: Path, pid: int) -> str | None:
 
 
 async def nats_reached(folder: Path, process: ServiceProcess) -> str:
-    """Wait until clients can connect to the started server, and return its URL. Raises the errors of `ServiceProcess.until`."""
+    """Return the server's URL once clients can connect. Raises `ServiceDied` if the server ends, and `ServiceError` if clients
+    cannot connect within `READY_WITHIN_S` seconds."""
     return await process.until(lambda: nats_url(folder, process.pid), READY_WITHIN_S, "is not ready")

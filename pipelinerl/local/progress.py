@@ -300,7 +300,7 @@ class Display(contextlib.AbstractContextManager["Display"]):
         self._shown_step, self._shown_at_s = 0, float("-inf")
         self._shown_phase, self._phase_at_s, self._noted = "", float("-inf"), ""
         self._quiet_from_s, self._quiet_s = 0.0, 0.0
-        """Time of the newest step, and the last reported length of the pause since then."""
+        """Seconds from the runner's start to the newest step, and from that step to the newest report of a pause (0 = none)."""
 
     def __exit__(self, *_: object) -> None:
         return None

@@ -87,7 +87,7 @@ _DISK_S = 1.0
 _UNLEARNED_STEPS = 5
 """Number of steps without any learning signal after which a warning is printed."""
 _HUNG_AFTER = 10
-"""A stopping trainer is killed if it neither answers nor writes for this multiple of `STOP_WITHIN_S`."""
+"""A stopping trainer is killed if it neither answers HTTP nor writes its checkpoint for this multiple of `STOP_WITHIN_S`."""
 _SCALED_GRACE_S = 15.0
 """Seconds that an actor removed by scaling has to hand over its sequences before it is killed."""
 _ENDED_GRACE_S = 1.0

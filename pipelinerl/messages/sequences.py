@@ -112,7 +112,7 @@ class Branch(Completion):
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartialSequence(Completion):
     """Tokens of one sample that its actor hands over. For an episode, `branches` hold all tokens. When the next actor continues
-    it, the environment starts anew, and the actor answers each request that is repeated with the recorded turn."""
+    it, the environment starts anew. If the environment repeats a request, the actor answers with the recorded turn."""
 
     sample_index: int
     generation_s: float = 0.0

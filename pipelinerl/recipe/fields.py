@@ -455,7 +455,7 @@ class EngineConfig(Section):
 
     @property
     def memory_share(self) -> float:
-        """Share of GPU memory for vLLM. If no placement has replaced `auto`, this is vLLM's default."""
+        """Share of GPU memory for vLLM: `gpu_memory_utilization`, or vLLM's default if this field is `auto`."""
         return self.gpu_memory_utilization or VLLM_SHARE
 
 
@@ -477,7 +477,7 @@ class ActorConfig(Section):
 
     @property
     def number(self) -> int:
-        """Number of actors of a local run. If no placement has replaced `auto`, this is 1."""
+        """Number of actors of a local run; 1 if `count` is `auto`. A local run first replaces `auto` with a number."""
         return 1 if self.count is None else self.count
 
     def samples_in_progress(self, task: TaskConfig) -> int:
@@ -602,7 +602,7 @@ class TrainerConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of a local run's trainer. If no placement has replaced `auto`, this is 1."""
+        """Number of ranks of a local run's trainer; 1 if `nproc` is `auto`. A local run first replaces `auto` with a number."""
         return self.nproc or 1
 
 
@@ -635,12 +635,12 @@ class WeightUpdateConfig(Section):
     verify_logprobs: Changeable[float] = Field(0.0, ge=0, lt=1)
     """Largest share of an actor's tokens of lag 0 whose log μ may differ from the trainer's log π by more than 0.01 nats
     (float32), 1 nat (16 bits) or 2 nats (`actor.engine.quantization`). If an actor exceeds this share, its sequences
-    fail (`actor_quarantined`), except in batches already taken. 0 = off."""
+    fail (`actor_quarantined`), except those that the trainer has already put into a batch. 0 = off."""
     stop_on_mismatch: Changeable[bool] = False
     """End the run if a probe exceeds `probe_tolerance`. false = only the first probe can end it; later failures are counted."""
     join_timeout_s: Changeable[float] = Field(600.0, gt=0)
-    """Seconds within which all actors must register; otherwise, the trainer ends with an error. While an actor is starting, and
-    always on a cluster, the trainer keeps waiting instead. It also ends with an error if no actor serves the first version
+    """Seconds within which all actors must register. After that, a local run's trainer ends with an error, unless an actor is
+    starting; on a cluster, the trainer keeps waiting. Both trainers end with an error if no actor serves the first version
     within this time plus the time for sending the version."""
 
     @property

@@ -317,8 +317,8 @@ UNKNOWN = "(no such field in this version)"
 
 @dataclass(frozen=True)
 class Change:
-    """A field that differs between two recipes. `field` is dotted; `old` and `new` are JSON values, and `new` may be `UNKNOWN`.
-    `allowed`: whether the field may change when a run is resumed."""
+    """A field that differs between two recipes. `field` is dotted; `old` and `new` are JSON values. `new` is `UNKNOWN` if
+    this version of pipelinerl has no such field. `allowed`: whether the field may change when a run is resumed."""
 
     field: str
     old: Any

@@ -44,9 +44,9 @@ _OTHERS_TRIED = 6
 
 @dataclass(frozen=True)
 class Call:
-    """One trial call of a reward on a problem. The reward scores the completions in `forms` one by one, until it finds the
-    answer that a completion's pair requires, or fails. `completion` and the fields from `answer` on describe the completion
-    that was scored last. If the reward neither finds a required answer nor fails, the results leave out the call."""
+    """One trial call of a reward on a problem. The reward scores the completions in `forms` one by one, until it fails, or
+    finds in a completion the answer of the same pair. `completion` and the fields from `answer` on describe the completion
+    that was scored last. If the reward neither fails nor finds such an answer, the results leave out the call."""
 
     place: str
     """Problem set, as a key of `Recipe.sets_by_place`."""
@@ -120,8 +120,8 @@ def rehearse(
 
 
 def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
-    """Yield the calls to make for a problem set. The first problem, and each one without a reference answer, also gets an
-    empty completion."""
+    """Yield the calls to make for a problem set: with reference answers, with wrong answers and with empty completions. Only
+    the first problem, and each problem without a reference answer, gets an empty completion."""
     split, there = (Split.TRAIN, num_rows) if share.name in recipe.mixture else (Split.HELDOUT, source.num_heldout)
     if split is Split.TRAIN and isinstance(source, FileSource):
         there = len(source.problems) - source.num_heldout
@@ -153,14 +153,15 @@ def answer_forms(share: ProblemSet, answer: str) -> tuple[tuple[str, str], ...]:
 
 
 def reads(share: ProblemSet, *answers: str) -> bool:
-    """Return whether `answer_pattern` finds one of `answers` in a completion that `answer_forms` makes from this answer."""
+    """Return whether `answer_pattern` finds at least one of `answers` in a completion that `answer_forms` makes from it."""
     forms = ((re.finditer(share.reward.answer_pattern, text), one) for one in answers for text, _ in answer_forms(share, one))
     return any(last and (last[0][1] or "").strip() == one for found, one in forms for last in [[*found][-1:]])
 
 
 def written(pattern: str, answer: str) -> str:
     """Return a text that the regex `pattern` matches with `answer` (not empty) as group 1. Unusual patterns may not match it.
-    Of `a|b`, it has the alternative with `answer`, or the first. Parts repeat as rarely as allowed; `.*` becomes a space."""
+    Of `a|b`, it has the alternative with `answer`, else the first one. Parts repeat as rarely as allowed, except that `.*`
+    becomes a space."""
     frames, is_found, atom = [("", [""])], False, ""  # frames: (opening, each alternative's text); atom: what `times` repeats
     for token, times in _TOKEN.findall(pattern):
         if token[0] == "(":
