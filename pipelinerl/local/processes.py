@@ -110,13 +110,13 @@ class ServiceProcess:
         return ServiceDied(self.launch, self.returncode, restarts)
 
     async def address(self, timeout_s: float) -> ServiceAddress:
-        """Wait for the address file, and return its content. Raises `ServiceDied` if the process ends, and `ServiceError` if the file
-        is still missing after `timeout_s`."""
+        """Wait for the address file, and return its content. Raises `ServiceDied` if the process ends, and `ServiceError` if
+        the file is still missing after `timeout_s`."""
         file = self.launch.address_file
         return await self.until(lambda: read_address(file) if file.is_file() else None, timeout_s, "has written no address")
 
     async def ready(self, timeout_s: float) -> ServiceAddress:
-        """Wait for the address file, then for status 200 from /readyz, and return the address. Raises the errors of `address`."""
+        """Wait for the address file, then for status 200 from /readyz; return the address. Raises the errors of `address`."""
         address = await self.address(timeout_s)
         url = f"http://{address.http}/readyz"
         await self.until(lambda: http_status(address.http, "/readyz", 2.0) == 200 or None, timeout_s, f"is not ready ({url})")
