@@ -181,7 +181,8 @@ def lag_summary(histogram: Mapping[int, int]) -> dict[str, float | None]:
 
 
 def leaves(value: Any, separator: str = ".", path: str = "", *, in_lists: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield the paths and values within mappings and, if `in_lists`, within lists of mappings. An empty mapping is a value."""
+    """Yield (path, value) for each value in nested mappings that is not itself a mapping, or is an empty one. `in_lists`: enter
+    lists of mappings, too, instead of yielding them."""
     is_node = in_lists and isinstance(value, list) and any(isinstance(one, Mapping) for one in value)
     inner = dict(enumerate(value)) if is_node else value
     if not isinstance(inner, Mapping) or not inner:

@@ -82,7 +82,7 @@ class ReplicasWanted:
         self._warm = True
 
     def actors(self, states: Mapping[str, ActorState], *, measuring: bool = False) -> None:
-        """Add the current states of all actors. Production during an evaluation (`measuring`) does not count."""
+        """Add the current states of all actors. Sequences finished during an evaluation (`measuring`) do not count."""
         before, self._seen = self._seen, {} if measuring else dict(states)
         for name, now in self._seen.items():
             last = before.get(name, now)

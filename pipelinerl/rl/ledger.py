@@ -133,9 +133,9 @@ class OpenGroup:
 class SequenceTracker:
     """The ledger, the open groups and figures about ended sequences. Each of `listeners` is called with each event.
 
-    Sequences have passed `decode_sequence` and may arrive in any order and repeatedly. Sequences of groups that are not open
-    are ignored. A group is lost if none of its samples is trained on; `issued_groups` also counts the groups that replace lost
-    ones. `tokens`: sampled tokens by outcome, since this process began."""
+    Callers check sequences with `decode_sequence` first. Sequences may arrive in any order and repeatedly; those of groups that
+    are not open are ignored. A group is lost if none of its samples is trained on; `issued_groups` also counts the groups that
+    replace lost ones. `tokens`: sampled tokens by outcome, since this process began."""
 
     def __init__(self, *listeners: Callable[[Mapping[str, Any]], None]) -> None:
         self._listeners = listeners

@@ -105,13 +105,13 @@ def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
 
 def update_bytes(kept: float = 0, layer: float = 0) -> float:
     """Return the bytes that a weight update needs on an accelerator in addition to the live weights. `kept`: bytes of new
-    weights that wait there for the swap. `layer`: bytes of the largest decoder layer, if the paused actor loads weights layer
-    by layer. vLLM then holds a layer twice: as received, and as it is being filled."""
+    weights that the accelerator stores until the swap. `layer`: bytes of the largest decoder layer, if the paused actor loads
+    weights layer by layer. It counts twice, because vLLM has the received layer and a converted one at the same time."""
     return kept + 2 * layer + UPDATE_GIB * GIB
 
 
 def loads_paused(recipe: Recipe) -> bool:
-    """Return whether actors load new weights while paused, as quantised engines do for whole weights (not for adapters)."""
+    """Return whether an actor stops generating while it loads an update: quantised engines do, unless adapters are sent."""
     return bool(recipe.actor.engine.quantization) and not sends_adapters(recipe)
 
 
@@ -207,8 +207,8 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
 
 
 def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
-    """Return the GiB that a rank on an actor's GPU needs while it computes, and that it keeps while the actor generates. Both
-    are equal without `actor.colocate`. This assumes snapshots in host memory, and `trainer.gradient_checkpointing`."""
+    """Return the GiB that a rank on an actor's GPU needs while it computes, and the GiB that it keeps while the actor generates.
+    Without `actor.colocate`, they are equal. The values assume snapshots in host memory and `trainer.gradient_checkpointing`."""
     held = state_bytes(recipe, model) / GIB / (recipe.trainer.shard_ranks or recipe.trainer.ranks)
     computing = max(held / MODEL_STATE_SHARE, held + LEAST_ACTIVATIONS_GIB) + CONTEXTS_GIB
     return computing, held + CACHED_GIB + CONTEXTS_GIB if recipe.actor.colocate else computing

@@ -121,8 +121,8 @@ def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tup
 
 
 def pinned(recipe: Recipe, devices: Sequence[Device], text: str, model: Model | None) -> tuple[Recipe, Placement]:
-    """Return the recipe with the numbers of ranks and actors of a placement, and the placement. `text`: that `Placement` as
-    JSON; it may name a GPU by its position in `devices`. Raises `FieldError` for invalid JSON, unknown GPUs or wrong sizes."""
+    """Return the recipe with a placement's numbers of ranks and actors, and the placement. `text` is the placement as JSON; it
+    may name a GPU by its position in `devices`. Raises `FieldError` for invalid JSON, unknown GPUs or wrong sizes."""
     try:
         given = Placement.model_validate_json(text)
     except ValidationError as error:

@@ -1,8 +1,8 @@
 """Simulate a run, to find how groups, queues, waiting, weight updates and chance change the rates of `throughput.py`.
 
 Actors, feeder, intake and trainer behave as the services do. They ask `groups.py` how much may be issued, which sequences are
-stale and when a phase begins. Between two changes of an actor's batch all its decode steps take the same time, so only steps at
-which something changes are events.
+stale and when a phase begins. While an actor decodes the same sequences, all its decode steps take the same time. So only the
+decode steps at which a sequence begins or ends or the policy version changes are events.
 
 The simulator assumes that all sequences succeed and that verifying and publishing take no time. There are no evaluations, and
 actors neither join nor leave. Lengths are independent of each other and of learning.
@@ -231,7 +231,8 @@ class _Run:
         self._at(when, partial(self._decode, actor, actor.wake))
 
     def _decode(self, actor: _Actor, wake: int) -> None:
-        """Advance to the decode step that ends now: remove finished sequences, swap the version and admit new sequences."""
+        """End the actor's current decode step: remove finished sequences, swap the version and admit new sequences. Do nothing
+        if `_wake` has replaced this event with another one."""
         if wake != actor.wake:
             return
         if actor.batch:

@@ -32,7 +32,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TURN_S = 0.02
 """Seconds between two attempts to take the turn on a shared GPU."""
 MARK_EVERY_S = 0.25
-"""Seconds between two time stamps of a watched event loop."""
+"""Seconds between two time stamps by which `watch_loop` notices that the event loop is blocked."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ class GpuTurn:
         return cls(settings.gpu_turn)
 
     async def take(self) -> None:
-        """Wait until the other process has released the turn or has ended, and take the turn."""
+        """Wait until the other process that uses the GPU has released the lock or has ended, and take the lock."""
         while not self.is_held:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
