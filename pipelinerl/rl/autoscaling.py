@@ -29,7 +29,7 @@ STEPS = 20
 """Number of latest steps over which the median of the consumption is taken."""
 FEWEST_STEPS = 3
 FEWEST_BUSY_S = 60.0
-"""Minimum busy seconds, summed over actors, for a measurement of production."""
+"""Minimum busy seconds, summed over actors, from which the rate of finished sequences is measured."""
 FULL = 0.85
 """Share of used slots above which an actor counts as full. It is below 1, because a slot is empty between two sequences."""
 

@@ -207,8 +207,8 @@ def state_bytes(recipe: Recipe, model: Model) -> float:
 
 
 def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
-    """Return the GiB that a rank on an actor's GPU needs while it computes, and the GiB that it keeps while the actor generates.
-    Without `actor.colocate`, they are equal. The values assume snapshots in host memory and `trainer.gradient_checkpointing`."""
+    """Return the GiB that a rank on an actor's GPU needs while it computes, and that the rank keeps while the actor generates.
+    The two are equal without `actor.colocate`. Assumes snapshots in host memory, and `trainer.gradient_checkpointing`."""
     held = state_bytes(recipe, model) / GIB / (recipe.trainer.shard_ranks or recipe.trainer.ranks)
     computing = max(held / MODEL_STATE_SHARE, held + LEAST_ACTIVATIONS_GIB) + CONTEXTS_GIB
     return computing, held + CACHED_GIB + CONTEXTS_GIB if recipe.actor.colocate else computing

@@ -143,8 +143,8 @@ def plan_step(
     """Plan micro-batches of at most `budget` tokens for sequences of `lengths` tokens. `outputs`: as in `CostModel.of`.
 
     The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots, none of which is empty on all ranks. `prompts`: each sequence's
-    prompt, whose tokens `lengths` include; with them, sequences of one prompt can share the prompt's computation. With
-    several ranks, return the cheapest plan of all `PIECES`. Raises `FieldError` if a sequence exceeds the budget."""
+    prompt, whose tokens `lengths` include; with them, sequences of one prompt can share the prompt's computation. With several
+    ranks, make a plan for each of `PIECES` and return the cheapest. Raises `FieldError` if a sequence exceeds the budget."""
     tokens = [int(length) for length in lengths]
     costs = cost_model.of(lengths, outputs)
     if prompts is None:
@@ -228,7 +228,8 @@ class _Planner:
     num_ranks: int
 
     def evened(self, packed: Bins, num_slots: int) -> Slots:
-        """Give each slot bins of similar cost. Redistribute a slot's sequences over its ranks if that makes the slot faster."""
+        """Divide the bins `packed` among `num_slots` slots, so that the bins of a slot have similar costs. Redistribute the
+        sequences of a slot over its ranks if that makes the slot faster."""
         padded = packed + [[] for _ in range(num_slots * self.num_ranks - len(packed))]
         falling = sorted(padded, key=lambda members: -_total(members, self.cost))
         return [self._evened_slot(falling[first : first + self.num_ranks]) for first in range(0, len(falling), self.num_ranks)]

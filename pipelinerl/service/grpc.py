@@ -39,8 +39,8 @@ Options = Sequence[tuple[str, Any]]
 
 
 class ErrorBoundary(aio.ServerInterceptor):
-    """Convert errors of our handlers to statuses: `UserError` and `MessageError` to INVALID_ARGUMENT, `ServiceError` to
-    FAILED_PRECONDITION, any other error to INTERNAL with type and text. Long texts are cut. A handler's own abort is kept."""
+    """Convert errors of a server's handlers to statuses: `UserError` and `MessageError` to INVALID_ARGUMENT, `ServiceError` to
+    FAILED_PRECONDITION, others to INTERNAL with type and text. Long texts are cut. If a handler sets a status, it is kept."""
 
     async def intercept_service(
         self,

@@ -1,4 +1,4 @@
-"""Names of attributes of trace spans: those of OpenTelemetry's conventions, and our own, which begin with `pipelinerl.`."""
+"""Names of attributes of trace spans: those of OpenTelemetry's conventions, and others, which begin with `pipelinerl.`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 REASON_CHARACTERS = 60
 MOST_REASONS = 24
-"""Maximum number of different reasons. Events with further reasons are counted under the reason `OTHER`."""
+"""Maximum number of different reasons of failures in one metric. All others are counted under the reason `OTHER`."""
 OTHER = "(other)"
 
 
