@@ -1,6 +1,7 @@
 """Build the data that a run's pages show, as one object of bounded size. `pipelinerl.local.ending` builds it from a run's
-files. During a run, `services.trainer.reporting.page` keeps it up to date. The pages load nothing from other hosts: live.html
-links static files, which the trainer serves, and each report contains them.
+files. During a run, `services.trainer.reporting.page` keeps it up to date. The pages load nothing from other hosts: the trainer
+serves live.html and `LIVE_ASSETS`. A run's report contains page.css and `REPORT_SCRIPTS`, and a comparison of runs contains
+page.css and `COMPARISON_SCRIPTS`.
 """
 
 from __future__ import annotations

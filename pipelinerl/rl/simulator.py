@@ -86,7 +86,7 @@ def simulate(
 
     All slots begin at once, which biases about the first `largest_lag` steps. Slots run empty towards the end of a run; to
     simulate a part of a longer run, set `recipe.trainer.steps` above `warmup_steps + steps`. In conventional mode, if all
-    accelerators take part in each phase, count each of them as an actor and as a rank."""
+    accelerators first generate and then train, count each of them in `num_actors` and in `num_ranks`."""
     assert 0 <= warmup_steps < warmup_steps + steps <= recipe.trainer.steps
     return _Run(recipe, timing, lengths, num_actors, num_ranks).result(warmup_steps, warmup_steps + steps)
 

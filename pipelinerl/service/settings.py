@@ -96,7 +96,7 @@ class TrainerSettings(PolicySettings):
     linger: bool = False
     """Stay up after the run's end until a signal, because a StatefulSet restarts a process that exits."""
     on_completion: Literal["keep", "release", "exit"] = "keep"
-    """What the trainer does with the pods of a finished run, if `release` is not empty (chart value trainer.onCompletion).
+    """What the trainer does with a finished run's pods (chart value trainer.onCompletion), unless the field `release` is empty.
     `keep`: it leaves all running. `release`: it scales the actors to zero, stores the report in a Secret, and scales itself to
     zero. `exit`: like `release`, but without the Secret."""
     release: str = Field("", description="Prefix of the names of this release's objects; empty = without the Kubernetes API.")

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 REASON_CHARACTERS = 60
 MOST_REASONS = 24
-"""Maximum number of different reasons of failures in one metric. All others are counted under the reason `OTHER`."""
+"""Maximum number of different reasons of failures, or names of reported numbers, in one metric; `OTHER` stands for the rest."""
 OTHER = "(other)"
 
 
@@ -27,7 +27,8 @@ def short_reason(failure: str) -> str:
 
 
 class BoundedLabels:
-    """Labels for reasons of failures: the first `most` different short reasons, and `OTHER` for all further ones."""
+    """Label values for reasons of failures or names of reported numbers: the first `most` different ones, shortened by
+    `short_reason`, and `OTHER` for all further ones."""
 
     def __init__(self, most: int = MOST_REASONS) -> None:
         self._most, self._seen = most, set[str]()
@@ -120,7 +121,7 @@ _Collector = TypeVar("_Collector", bound=Collector)
 
 
 class MetricSet:
-    """Makes metrics whose names begin with `prefix`, on `registry`. A name that ends with no key of `UNITS` needs `unit`."""
+    """Makes metrics whose names begin with `prefix`, on `registry`. `unit` may be omitted if a name ends with a key of `UNITS`."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         self._prefix, self._registry = prefix, registry
