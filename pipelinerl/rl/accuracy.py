@@ -63,7 +63,8 @@ class Accuracy:
 
 
 def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
-    """Return the accuracy; None without a verdict. `verdicts`: lists of equal length, one per problem (None = no verdict)."""
+    """Return the accuracy; None if no answer has a verdict. `verdicts`: lists of equal length, one per problem, of the answers'
+    verdicts, with None for an answer without a verdict."""
     problems = list(verdicts)
     asked = max(map(len, problems), default=0)
     known = [[one for one in answers if one is not None] for answers in problems]

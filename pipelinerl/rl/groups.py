@@ -105,7 +105,7 @@ class IssueBounds:
         """For each of the last steps (about limit / B), the number of complete groups that its batch left over. A step is added
         only if all groups that were issued before the last change of the freshness limit are complete when the step begins."""
         self._changed_at = 0
-        """Number of the first group issued under the current limit."""
+        """Number of the first group that was issued after the last change of the freshness limit."""
         self._waited = False
         self.steps_begun = 0
 

@@ -149,7 +149,7 @@ class SequenceTracker:
         self.issued_groups = 0
         self.lost_groups = 0
         self.num_waiting = 0
-        """Samples of open groups that have arrived."""
+        """Number of samples that have arrived while others of their group have not."""
 
     def issue(self, group: PromptGroup) -> None:
         """Count a group as issued. Raises `LedgerViolation` if one of its sequences is still in flight."""

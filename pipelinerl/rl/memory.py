@@ -24,9 +24,9 @@ UPDATE_GIB = 2.0
 QUANTISED_BYTES = 1
 """Bytes of a parameter in a quantised engine. 4-bit methods also count as 1, because they leave some weights unquantised."""
 MOST_SNAPSHOTS = 3
-"""Snapshots that a trainer holds: of the served version, of the version in transfer, and of the next one, which waits."""
+"""Number of weight snapshots in a trainer: of the served version, of the version in transfer, and of the next version."""
 LOG_COPIES = 2
-"""Snapshots that the weight log adds: of the version that it wrote last, and of the one that it is writing."""
+"""Number of snapshots that the weight log adds: of the version that it wrote last, and of the one that it is writing."""
 MODEL_STATE_SHARE = 0.7
 """Share of a trainer rank's memory for weights, gradients and optimizer state; the rest is for activations."""
 LEAST_ACTIVATIONS_GIB = 4.0
@@ -106,7 +106,7 @@ def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
 def update_bytes(kept: float = 0, layer: float = 0) -> float:
     """Return the bytes that a weight update needs on an accelerator in addition to the live weights. `kept`: bytes of new
     weights that the accelerator stores until the swap. `layer`: bytes of the largest decoder layer, if the paused actor loads
-    weights layer by layer. It counts twice, because vLLM has the received layer and a converted one at the same time."""
+    weights layer by layer. It counts twice, because vLLM has the received tensors in addition to the layer that it fills."""
     return kept + 2 * layer + UPDATE_GIB * GIB
 
 

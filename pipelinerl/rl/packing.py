@@ -89,7 +89,7 @@ UNIT_COST = CostModel(per_token=1.0)
 
 
 Slots = list[Bins]
-"""[slot][rank] → indexes of the sequences of that micro-batch; empty if the rank has none in this slot."""
+"""[slot][rank] → indexes of the sequences in the rank's micro-batch; empty if the rank has none in this slot."""
 
 MOST_LEVELLED_SLOTS = 16
 """Maximum number of slots for which `levelled` is tried. With more slots, it takes long and makes a step at most 1% faster."""
@@ -123,7 +123,7 @@ class StepPlan:
 
 
 Prompt = tuple[Hashable, int]
-"""Key of a prompt, and its number of tokens."""
+"""A prompt's key and number of tokens. Sequences with equal keys have the same prompt."""
 PIECES = (1, 4, 16, 0)
 """Divisors of the token budget that `plan_step` tries. Sequences of one prompt form pieces of at most budget / divisor tokens;
 0 = one piece per sequence. Small pieces can be spread evenly over ranks; with large pieces, a prompt is computed less often."""

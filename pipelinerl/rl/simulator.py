@@ -161,7 +161,7 @@ class _Run:
         self.open: dict[int, None] = {}
         """Incomplete groups by their number, in order of issue."""
         self.num_waiting = 0
-        """Samples that arrived and wait for others of their group."""
+        """Number of samples that have arrived and wait for others of their group."""
         self.ready: deque[_Group] = deque()
         self.version = self.taking_for = 0
         """The trainer's version, and the version for which the next batch is taken."""

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 _HANDSHAKE_ROUNDS = 10
-"""Number of turns that each end of an in-memory TLS handshake gets. Three are enough, and further turns do nothing."""
+"""Number of calls of `do_handshake` on each side of an in-memory connection. Three are enough, and further calls do nothing."""
 Role = Literal["client", "server"]
 
 

@@ -77,8 +77,8 @@ def rows_of(config: TaskConfig) -> Iterator[Row]:
 
 
 def files_at(path: str) -> list[Path]:
-    """Return the sorted files at a path, which may be a file, a folder or a pattern. Raises `FieldError` if there are none. The
-    files of a folder must agree in format and split. Otherwise it would be unclear which of them hold the problems."""
+    """Return the sorted files at a path, which may be a file, a folder or a pattern. Raises `FieldError` if there are none, if
+    one has an unknown format, or if the files of a folder differ in format or split, since only some may hold the problems."""
     given = Path(path)
     if os.path.isdir(path):
         visible = [file for file in sorted(given.rglob("*")) if "/." not in f"/{file.relative_to(given)}"]
@@ -196,7 +196,7 @@ def _object(row: Any) -> Values | BadRow:
 
 
 def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read a JSON array of objects. A file without a leading `[` is read as JSONL, since many such files are named .json."""
+    """Read a JSON array of objects, or JSONL, since many JSONL files are named .json. Raises `UserError` for any other JSON."""
     content = _whole(path, stream)
     is_array = content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     try:

@@ -121,7 +121,7 @@ _Collector = TypeVar("_Collector", bound=Collector)
 
 
 class MetricSet:
-    """Makes metrics whose names begin with `prefix`, on `registry`. `unit` may be omitted if a name ends with a key of `UNITS`."""
+    """Makes metrics whose names begin with `prefix`, on `registry`. Names that do not end with a key of `UNITS` need `unit`."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         self._prefix, self._registry = prefix, registry
