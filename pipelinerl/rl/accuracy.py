@@ -63,8 +63,7 @@ class Accuracy:
 
 
 def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:
-    """Return the accuracy; None if no answer has a verdict. `verdicts`: lists of equal length, one per problem, of the answers'
-    verdicts, with None for an answer without a verdict."""
+    """Return the accuracy; None if no answer has a verdict (True or False). `verdicts`: equally long lists, one per problem."""
     problems = list(verdicts)
     asked = max(map(len, problems), default=0)
     known = [[one for one in answers if one is not None] for answers in problems]
