@@ -1,7 +1,7 @@
 """Objects of the weight log as bytes: anchors, which are safetensors files, and lossless deltas from one version to another.
 
 Manifest and version determine an anchor's header, so a reader compares all its bytes. A delta is a header (`_HEADER`) and then
-one record per chunk of the manifest. The parts of a record, of which an unchanged chunk has only the first:
+one record per chunk of the manifest. A record has these parts, or only the first one if the chunk is unchanged:
 
     length     8 bytes   number of bytes that follow in this record; 0 if the chunk is unchanged
     num_words  8 bytes   number of XORs in the block
@@ -157,13 +157,13 @@ def _encode(old: Tensor, new: Tensor) -> bytes:
 
 
 def _decode(body: Bytes, into: _Words) -> None:
-    """Apply a record to the words `into`. Raises ValueError, struct.error or zstd's OSError if it is damaged."""
+    """Apply a chunk's record to its words `into`. Raises ValueError, struct.error or zstd's OSError for a damaged record."""
     if not len(body):
         return
     num_words, num_gaps = _SIZES.unpack(body[: _SIZES.size].data)
     least = num_words if num_gaps else 0
     if not 0 < num_words <= into.size or not least <= num_gaps <= num_words + into.size // _SKIP:
-        raise ValueError(f"claims {num_words} words and {num_gaps} bytes of gaps, too few or too many for {into.size} words")
+        raise ValueError(f"claims {num_words} XORs and {num_gaps} gap bytes, which do not fit its chunk's {into.size} words")
     packed, num_bytes = pyarrow.py_buffer(body[_SIZES.size :]), num_gaps + num_words * into.itemsize
     raw = np.frombuffer(_ZSTD.decompress(packed, num_bytes), np.uint8)
     words, positions = raw[num_gaps:].reshape(into.itemsize, -1).T.ravel().view(into.dtype), _positions(raw[:num_gaps])
@@ -172,7 +172,7 @@ def _decode(body: Bytes, into: _Words) -> None:
     elif len(positions) == num_words and positions[-1] < into.size:
         into[positions] ^= words
     else:
-        raise ValueError(f"has {len(positions)} positions for {num_words} changed words, or a position past {into.size} words")
+        raise ValueError(f"has {len(positions)} positions for {num_words} changed words, or one beyond its {into.size} words")
 
 
 def _gaps(positions: _Words) -> Bytes:

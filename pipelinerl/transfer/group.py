@@ -435,7 +435,7 @@ class StreamFile:
         self._pieces = pieces()
 
     def first_chunk(self, content: str) -> int:
-        """Return 0, because the file holds every chunk."""
+        """Return the index of the first chunk that `broadcast` delivers: 0, because the file has every chunk."""
         return 0
 
     def broadcast(self, tensor: Tensor, timeout_s: float) -> None:

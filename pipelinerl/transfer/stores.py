@@ -125,7 +125,7 @@ async def watched(place: str, work: Callable[[Callable[[], None]], _Result], sta
 
 
 def write_object(files: FileSystem, path: str, parts: _Parts, step: Callable[[], None] = lambda: None) -> tuple[int, bytes]:
-    """Write an object durably and as a whole, and call `step` after each piece. Return its size and SHA-256."""
+    """Write an object durably and as a whole, in pieces. Call `step` after each piece. Return the object's size and SHA-256."""
     num_bytes, sha256, is_local = 0, hashlib.sha256(), files.type_name == "local"
     folder, _, name = path.rpartition("/")
     target = f"{folder}/.{name}.{os.getpid()}" if is_local else path  # object stores write atomically
@@ -264,7 +264,7 @@ class BucketStore:
                 raise ObjectMissing(key, self.place) from None
 
     async def _make(self) -> None:
-        """Make the bucket, or remove the messages of unfinished uploads from it."""
+        """Make the bucket or, if it exists, remove the messages of unfinished uploads from it."""
         try:
             info = await self._js.stream_info(self._stream, subjects_filter=self._chunks("*"))
         except nats.js.errors.NotFoundError:

@@ -1,8 +1,8 @@
 """The weight log: versions of the weights as objects in a store, from which any reader restores them without the trainer.
 
 Each version is written as a delta to the version before it in the log. From time to time an anchor, a whole version, begins a
-new chain. The old chain still gets a delta to this version, so a reader that keeps up does not need the anchor. A `Published`
-message, which travels over the control channel, names the objects of one version.
+new chain. The old chain still gets a delta to the anchor's version, so a reader that keeps up does not need the anchor. A
+`Published` message, which travels over the control channel, names the objects of one version.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class WeightLog:
 
 
 class Replica:
-    """The reader of a log. `folder` holds the object that is being downloaded and the stream of `version`, which has the bytes
-    in the manifest's layout. `version` is None if the stream is incomplete. Make one call at a time."""
+    """The reader of a log. `folder` holds the object that is being downloaded, and the stream: the bytes of `version` in the
+    manifest's layout. `version` is None if the stream is incomplete. Make one call at a time."""
 
     def __init__(self, store: LogStore, manifest: Manifest, folder: Path) -> None:
         self._store, self._manifest, self._folder, self._path = store, manifest, folder, folder / "stream"

@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 SERVICE = "pipelinerl.v1.ActorService"
 HEALTH_CHECK_S = 2.0
 INTERRUPT_S = 1.5
-"""Maximum seconds to get unfinished sequences from the engine when the actor stops. A weight commit can delay its answer."""
+"""Maximum seconds to get unfinished sequences from the engine when the actor stops. A weight commit can delay the engine."""
 DRAIN_S = 2.5
 HAND_OVER_S = 3.0
 """Maximum seconds to publish unfinished groups on PROMPTS when the actor stops."""
@@ -300,7 +300,7 @@ class Heartbeat:
         self._left = False
 
     async def run(self) -> None:
-        """Refresh until cancelled. Failed refreshes are repeated."""
+        """Refresh the registration until cancelled. Repeat a refresh that failed."""
         ttl_s = self._bus.limits.member_ttl_s
         while True:
             await retry_forever(self._refresh, "register this actor", backoff=Backoff(most_s=1.0))

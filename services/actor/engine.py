@@ -23,7 +23,7 @@ UNFINISHED = "engine: generation stopped before the sequence was finished"
 
 
 class EngineError(PipelineRLError):
-    """The engine refused a request or died."""
+    """The engine did not start, refused a request, returned unusable results, or died."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class InferenceEngine(Protocol):
     def vocab_size(self) -> int: ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate until the completion ends or is aborted. Raises `EngineError` if the engine refuses it or is dead."""
+        """Generate until the completion ends or is aborted. Raises `EngineError` if the request fails or the engine is dead."""
 
     async def abort(self, request_ids: abc.Sequence[str]) -> None:
         """Make the `generate` calls of these requests return their tokens so far. Ignores unknown ids. Raises `EngineError`."""

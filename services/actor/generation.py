@@ -325,12 +325,12 @@ def bare(sequence: Sequence, failure: str) -> tuple[bytes, str]:
 
 @dataclass(eq=False)
 class GenerationLoop:
-    """Keeps H (`actor.sequences_in_progress`) sequences decoding, one in each place of its sampler.
+    """Keeps H (`actor.sequences_in_progress`) sequences decoding.
 
-    Takes the next prompt group from PROMPTS when the serving gate is open and a slot is free. Passes finished samples to the
-    finisher. A sample occupies a slot from its start until it enters the finisher's bounded buffer. If the gate closes before
-    all samples of a group have started, the other samples return to PROMPTS. `samples_in_progress` is the number of
-    slots. An episode that waits for its environment occupies a slot, but none of the sampler's H places.
+    Takes the next prompt group from PROMPTS when the serving gate is open and fewer than `samples_in_progress` samples are in
+    progress. A sample is in progress from its start until it enters the finisher's bounded buffer. If the gate closes before
+    all samples of a group have started, the other samples return to PROMPTS. An episode that waits for its environment is in
+    progress, but does not count towards the H sequences (or turns) that the sampler decodes.
     """
 
     bus: Bus

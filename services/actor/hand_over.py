@@ -69,7 +69,7 @@ class HeldGroups(dict[str, HeldGroup]):
         return group.group_id in self and delivery.position in self[group.group_id].messages
 
     def take(self, group: PromptGroup, delivery: PromptDelivery) -> list[int]:
-        """Add a message and return the indices of the samples that it requests and no earlier held message does."""
+        """Add a message. Return the indices of those of its samples that no earlier held message requests."""
         held = self.setdefault(group.group_id, HeldGroup(group))
         if delivery.position in held.messages:  # redelivered: answer the later delivery
             held.messages[delivery.position].delivery = delivery

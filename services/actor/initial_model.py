@@ -31,8 +31,8 @@ SILENT_S = 60.0
 
 
 async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext) -> None:
-    """Fetch the run's initial model into the cache, unless the cache has it or another source provides it. Raises `FieldError`
-    for a wrong setting, and `ServiceError` if `stop` is set first."""
+    """Fetch the initial model from the trainer into the cache. Do nothing if the cache has it, `model_dir` is set, or the
+    trainer does not serve it. Raises `FieldError` for a wrong setting, `ServiceError` if stopped, and the cache's `OSError`."""
     recipe = load_recipe(settings.recipe)
     if settings.model_dir or not is_built(recipe.model):
         log.info("the initial model is %s; nothing is fetched", settings.model_dir or recipe.model.name)

@@ -35,7 +35,7 @@ class BusyClock:
 
     def __init__(self) -> None:
         self._state = (0, 0.0, 0.0)
-        """Running blocks, start of the current busy time, seconds of earlier busy times; one tuple, for consistent reads."""
+        """Number of running blocks, start of the current busy time, seconds of earlier ones; one tuple for consistent reads."""
 
     def __enter__(self) -> None:
         running, since, total_s = self._state

@@ -163,7 +163,7 @@ async def start_engine(
 
 
 def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], listeners: Sequence[OnStep] = ()) -> AsyncLLM:
-    """Start vLLM with its engine process. Blocks; any thread may call this. Raises `EngineError` or `FieldError`."""
+    """Start vLLM with its engine process. Blocks; use any thread. Raises `EngineError` or `FieldError` (see `start_engine`)."""
     # FlashInfer's sampler is only for top-p and top-k, which recipes do not have, and it compiles with nvcc at its first use.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     import torch
@@ -225,7 +225,7 @@ def use_known_model_infos(image: Path, cache: Path) -> None:
 
 
 def step_logger(listeners: Sequence[OnStep]) -> StatLoggerFactory:
-    """Return a class of stat loggers that only call `listeners`. As a `PrometheusStatLogger`, it takes the place of vLLM's."""
+    """Return a class of stat loggers that only call `listeners`. vLLM uses it in place of its own `PrometheusStatLogger`."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class StepLogger(PrometheusStatLogger):

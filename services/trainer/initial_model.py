@@ -32,7 +32,8 @@ log = logging.getLogger("services.trainer.initial_model")
 
 
 def make_model() -> None:
-    """Copy or unpack the initial model if the recipe needs it. Raises `UserError` for an unusable environment or recipe."""
+    """Copy or unpack the initial model if the recipe needs it. Raises `UserError` for an unusable environment or recipe,
+    `ServiceError` if the model is damaged or cannot be copied, and the `OSError` of a store or of the cache."""
     settings = read_settings(TrainerSettings)
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)

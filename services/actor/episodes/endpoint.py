@@ -91,7 +91,7 @@ def _read(given: Any, kind: type[_Result], where: str = "the body") -> _Result:
 
 
 def episode_app(episodes: Episodes, chat: ChatFormat, metrics: ActorMetrics, *, model: str, vocab_size: int) -> FastAPI:
-    """Return the app, which must run on the sampler's event loop. `model`: the model's name in /models."""
+    """Return the app that serves turns. It must run on the event loop of the sampler. `model`: the model's name in /models."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     endpoint = Endpoint(episodes, chat, metrics, model, vocab_size)
     app.add_api_route("/episodes/{key}/v1/models", endpoint.models)
@@ -251,7 +251,7 @@ def _check_count(given: Mapping[str, Any]) -> None:
 
 
 def ignored_fields(body: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
-    """Return the `IGNORED_FIELDS` of a request whose values would change `sampling` or the answer's form. Pure."""
+    """Return the `IGNORED_FIELDS` of a request that would change `sampling` or the answer's form if obeyed. Pure."""
     unchanged = {
         # These values change nothing: recipes have no penalties, top-p or top-k, and answers are plain text.
         **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty"), (0,)),

@@ -182,7 +182,7 @@ class Episode:
         return None
 
     def _extended_by(self, context_token_ids: TokenIds) -> RecordedTurn | None:
-        """Return the longest served turn that begins the context, or None. Of equal ones, prefer one that no turn extends."""
+        """Return a served turn whose tokens are the longest prefix of the context, or None. Prefer one that no turn extends."""
         served = [turn for turn in self.turns if turn in self.served]
         extended, known = {id(turn.extends) for turn in served}, [(turn, turn.token_ids) for turn in served if turn.is_finished]
         starts = [(turn, len(own)) for turn, own in known if np.array_equal(context_token_ids[: len(own)], own)]
@@ -208,12 +208,12 @@ class Episode:
 
     @property
     def finish_reason(self) -> sequences.FinishReason | None:
-        """Finish reason of the last finished turn of this run; None if there is none."""
+        """Finish reason of the last finished turn in the environment's current run; None if no turn is finished."""
         reasons = [turn.made.finish_reason for turn in self.served if turn.is_finished]
         return reasons[-1] if reasons else None
 
     def policy_refused(self, code: str, problem: str, status: int = 400) -> Refused:
-        """Record the policy's fault `code`, unless this run has an earlier fault. Return the error to raise."""
+        """Record the policy's fault `code`, unless the environment's run has an earlier fault. Return the error to raise."""
         self.policy_fault = self.policy_fault or code
         return Refused(status, code, problem)
 

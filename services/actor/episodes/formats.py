@@ -66,9 +66,9 @@ class ChatFormat(Protocol):
 
 
 def chat_format(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """Return the format of a recipe's model; without a chat template, `PlainFormat`. A known model name selects its family's
-    renderer, unless the recipe changes the chat template. Otherwise, use the first renderer that writes the template's tokens
-    for the `PROBES`, with `chat_template_kwargs` as its settings. If no renderer does, use the template itself."""
+    """Return the format of a recipe's model. Without a chat template, it is `PlainFormat`. If `renderers` knows the model and
+    the recipe does not change its template, it is the renderer of the model's family. Otherwise, it is the first renderer, with
+    `chat_template_kwargs` as its settings, that writes the template's tokens for the `PROBES`, or else the template itself."""
     if not tokenizer.chat_template:
         return PlainFormat(tokenizer)
     from renderers.base import MODEL_RENDERER_MAP  # this import takes almost a second
@@ -331,8 +331,8 @@ def _with_tool_names(messages: list[Message]) -> list[Message]:
 
 
 def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: bool) -> list[Message]:
-    """Write tools, calls and results as text in the form of Hermes models, for a template without tools. The list of tools
-    goes into the system message or, if the template takes no system message, into the first message."""
+    """For a template without tools, return `messages` with calls and results as text in the form of Hermes models. The list of
+    tools goes into the system message or, if the template takes no system message, into the first message."""
     said: list[Message] = []
     if tools:
         text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))

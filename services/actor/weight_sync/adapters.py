@@ -72,7 +72,7 @@ class AdaptedLinearMethod(LinearMethodBase):
 
     @torch.no_grad()
     def unpack(self, layer: LinearBase) -> None:
-        """Unless `unpacked` is None, fill it with vLLM's packed weights. Applying them to the identity matrix is exact."""
+        """Unless `unpacked` is None, fill it with W: vLLM's packed weights applied to the identity matrix, which is exact."""
         if self.unpacked is not None:
             for some in torch.arange(self.in_size).split(1024):
                 rows = torch.zeros(len(some), self.in_size, dtype=self.a.dtype)
@@ -104,8 +104,8 @@ def _whole_sizes(layer: LinearBase) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """The vLLM layer that gets a checkpoint layer's adapter. If it fuses several checkpoint layers, `part` is the index of this
-    one, and `shard` is vLLM's name for it. Otherwise, they are 0 and None."""
+    """The vLLM layer that applies a checkpoint layer's adapter. If it fuses several checkpoint layers, `part` is the index of
+    the adapter's layer among them, and `shard` is vLLM's name for that layer. Otherwise, `part` is 0 and `shard` is None."""
 
     layer: LinearBase
     rows: int
@@ -153,7 +153,7 @@ def install(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> 
 
 
 class AdapterLoader:
-    """Stages new A and B beside those in use, and copies them into place while generation is paused."""
+    """Stages new adapter factors A and B beside those in use, and copies them into place while generation is paused."""
 
     mode = "adapter"
 

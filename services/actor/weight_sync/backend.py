@@ -50,7 +50,7 @@ class PipelineRLWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._whole: dict[bool, tuple[Loader, str]] = {}
-        """By `force_paused`: the newest loader of full weights, and the reason why it is not the shadow loader."""
+        """By `force_paused`: the newest loader of full weights, and why its mode is not "shadow" (empty if it is)."""
         self._worker: TransferWorker | None = None
         self._places = install(model, vllm_config, device)
         self._base_replaced = False

@@ -176,7 +176,8 @@ def _routing_obstacle(module: nn.Module) -> str:
 
 
 def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
-    """Return the attributes of an expert layer's `quant_method`, including those named in `_KERNEL`; None for other modules."""
+    """Return the `quant_method.__dict__` of an unquantised expert layer, so that callers can clear or exchange the attributes
+    `_KERNEL` in it. Return None for all other modules, also for quantised expert layers."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     method = getattr(module, "quant_method", None)

@@ -51,7 +51,7 @@ LOG_BACKOFF = Backoff(first_s=0.5, most_s=5.0, jitter=0.2)
 class ServingGate:
     """Prompt groups may be taken only while this gate is open; groups taken earlier continue. It is closed until the first
     commit, and while the actor drains or sleeps. With a `max_lag`, it also closes if the served version is from another
-    incarnation than the newest announced one, or more than `max_lag` + 1 behind it. The 1 allows for the time
+    incarnation than the newest announced one, or more than `max_lag` + 1 versions behind it. The 1 allows for the time
     between the announcement of a version and its commit."""
 
     def __init__(self, max_lag: int | None) -> None:
@@ -144,7 +144,7 @@ class UpdateListener:
         self.manifest_id = ""
         """Id of the manifest for which the model is prepared; empty before the first manifest."""
         self.loader = ""
-        """Mode of the weight loader and, after a colon, why it is not the shadow loader."""
+        """Mode of the weight loader; if "shadow" is ruled out, a colon and the reason follow. Empty before a manifest."""
         self._tasks: asyncio.TaskGroup
         self._receiving: asyncio.Task[None] | None = None
         self._expected: PolicyVersion | None = None

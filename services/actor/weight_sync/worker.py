@@ -103,7 +103,7 @@ class Receiver:
             self._problems.put(None)
 
     def loaded(self) -> StagedWeights:
-        """Wait until the version is loaded. Raises TransferError if the group breaks, or the error that ended the load."""
+        """Wait for the load; return its figures. Raises TransferError if the group breaks, or the error that ended the load."""
         assert self._loading is not None
         if (problem := self._problems.get()) is not None:
             raise problem
@@ -116,7 +116,7 @@ class Receiver:
         wait([self._loading], ENDING_S)
 
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
-        """Yield all parameters in the manifest's order. Always close this iterator, which takes at most the stall timeout. If
+        """Yield all parameters in the manifest's order. Always close this iterator; closing takes at most the stall timeout. If
         the group breaks after a chunk was checked, a load that `begin` started waits here until `resume` gives another group
         or `drop` ends the wait. Raises `TransferError`; the group is then unusable."""
         unpacker = Unpacker(self.manifest, self._new_memory)

@@ -251,7 +251,7 @@ class PolicyExport:
 
 
 def load_value_head(policy: Policy, folder: Path) -> None:
-    """Load the value head from a checkpoint's `folder`, if both have one. Raises `FieldError` if it does not fit `policy`."""
+    """Load a checkpoint's value head, if `folder` and `policy` have one. Raises `FieldError` if it does not fit `policy`."""
     if not (folder / VALUE_HEAD_FILE).is_file() or policy.value_head is None:
         return
     try:
