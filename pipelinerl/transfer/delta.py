@@ -163,7 +163,7 @@ def _decode(body: Bytes, into: _Words) -> None:
     num_words, num_gaps = _SIZES.unpack(body[: _SIZES.size].data)
     least = num_words if num_gaps else 0
     if not 0 < num_words <= into.size or not least <= num_gaps <= num_words + into.size // _SKIP:
-        raise ValueError(f"claims {num_words} XORs and {num_gaps} gap bytes, which do not fit its chunk's {into.size} words")
+        raise ValueError(f"claims {num_words} XORs and {num_gaps} gap bytes, which do not fit its {into.size} words")
     packed, num_bytes = pyarrow.py_buffer(body[_SIZES.size :]), num_gaps + num_words * into.itemsize
     raw = np.frombuffer(_ZSTD.decompress(packed, num_bytes), np.uint8)
     words, positions = raw[num_gaps:].reshape(into.itemsize, -1).T.ravel().view(into.dtype), _positions(raw[:num_gaps])

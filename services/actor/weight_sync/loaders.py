@@ -137,8 +137,8 @@ def _of_any_rank(reason: str, peers: Any) -> str:
 
 
 def shadow_obstacle(model: nn.Module, vllm_config: VllmConfig) -> str:
-    """Return why a second instance of this model cannot be prepared in the background; empty if it can. It cannot if
-    layers are quantised or use MLA, because they keep derived tensors outside their own module."""
+    """Return why a second instance of this model cannot be prepared in the background; empty if it can. For example, quantised
+    layers and MLA prevent it, because they keep derived tensors outside their own module."""
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
