@@ -105,7 +105,7 @@ class TracingSettings(BaseSettings):
 
 @contextmanager
 def tracing(context: LogContext) -> Iterator[None]:
-    """Send the spans that are made in the block if OTEL_* variables ask for it. Raises `UserError` for an unusable variable."""
+    """If OTEL_* variables ask for traces, send the spans made in the block. Raises `UserError` for an unusable variable."""
     settings = read_settings(TracingSettings)
     if settings.traces_exporter == "none":
         yield
@@ -184,7 +184,7 @@ def use_tracer(tracer: Tracer) -> Iterator[None]:
 
 
 def root(name: str, *, kind: SpanKind = SpanKind.INTERNAL, links: Iterable[Trace] = (), attributes: Attributes = None) -> Span:
-    """Begin a trace; without effect if the sampler rejects it. A `with` statement ends the span. The SDK limits the links."""
+    """Begin a trace and return its root span, which has no effect if the sampler rejects it. The SDK limits the links."""
     return _TRACER.get().start_span(name, Context(), kind, attributes, _linked(links))
 
 

@@ -22,7 +22,7 @@ from pipelinerl.v1.control_pb2 import LowRank, ParameterSpec, WeightManifest
 
 
 class ManifestDiffers(ManifestMismatch):
-    """The manifest and the model here differ in a parameter, or in the number of elements."""
+    """The manifest and the model here differ in a parameter, or in the total number of elements."""
 
     def __init__(self, parameter: str, problem: str, ours: object = None, theirs: object = None) -> None:
         """`problem`: a sentence or, if `ours` and `theirs` are given, the name of the field that has these values."""

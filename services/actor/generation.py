@@ -171,8 +171,8 @@ class Sampler:
     async def extend(
         self, name: str, context: TokenIds, made: Made, sampling: SamplingParams, seed: int | None, salt: Callable[[], str]
     ) -> tuple[Made, float]:
-        """Wait for a free place and continue `made`, the tokens after `context`, until it ends, has `sampling.max_tokens`
-        tokens or is interrupted. Return the extended completion and the seconds in the engine. Raises `EngineError`."""
+        """Wait until a place (`places`) is free. Continue `made`, the tokens after `context`, until it ends, is interrupted or
+        has `sampling.max_tokens` tokens. Return the extended completion and the seconds in the engine. Raises `EngineError`."""
         carried, elapsed_s = len(made.completion_token_ids), 0.0
         if made.finish_reason is None and carried >= sampling.max_tokens:
             made = replace(made, finish_reason=sequences.FinishReason.LENGTH)

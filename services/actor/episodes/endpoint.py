@@ -365,8 +365,8 @@ def _usage(turn: RecordedTurn) -> dict[str, int]:
 
 
 def context_of(chat: ChatFormat, served: list[RecordedTurn], messages: list[Message], tools: Tools) -> TokenIds:
-    """Return the requested turn's context, int32[context]. If the format allows it, the context extends the recorded turn with
-    the longest history that the request continues. Text never becomes control tokens. Raises `Unrenderable`."""
+    """Return the requested turn's context, int32[context]. Of the recorded turns whose history the request continues, extend
+    the one with the longest history, if the format allows it. Text never becomes control tokens. Raises `Unrenderable`."""
     turn = _last_known(served, _history(messages, tools))
     messages, tools = chat.control.parted(messages), chat.control.parted(tools)
     token_ids = None

@@ -161,7 +161,7 @@ class AdapterLoader:
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         self._mapper, self._places = mapper and mapper.get_rename_mapper(), places
         self._factors: dict[str, tuple[Place, bool]] = {}
-        """By a factor's name: its place, and True for a factor A or False for a factor B."""
+        """By a factor's name: its `Place`, and True for a factor A or False for a factor B."""
         self._staged: dict[int, tuple[AdaptedLinearMethod, Tensor, Tensor]] = {}
 
     def check(self, manifest: Manifest) -> None:

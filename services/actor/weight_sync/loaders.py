@@ -472,7 +472,7 @@ class PausedLoader:
         self._kept = {}
 
     def _from_all_ranks(self) -> Iterator[Named]:
-        """Yield all tensors in the manifest's order. All ranks must iterate together."""
+        """Yield all received tensors in the manifest's order, each from the rank that kept it. All ranks iterate together."""
         for name, (form, keeper) in self._layout.items():
             tensor = self._kept.get(name)
             if self._peers.world_size > 1:
