@@ -116,7 +116,7 @@ def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path 
 
 
 def sharded_learner(recipe: Recipe, source: str, device: torch.device, resume: Path | None = None) -> Learner:
-    """Return this rank's learner. All ranks must have called `join_ranks` before. See `load_learner`."""
+    """Return this rank's learner, as described in `load_learner`. All ranks must call this, after `join_ranks`."""
     world = world_of_ranks(recipe.trainer.context_parallel, recipe.trainer.shard_ranks, device)
     assert world.links is not None
     if world.is_first:  # load and check the model in host memory

@@ -59,7 +59,7 @@ from services.trainer.world import ADAPTER, END, HEARTBEAT, WEIGHTS
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S, SLEEP_AGAIN_S = 30.0, 1.0
-"""Seconds between two heartbeats from rank 0 to the other ranks, and between two sleep orders to the vLLM engine."""
+"""Seconds between heartbeats from rank 0 to the other ranks, and between sleep orders while the vLLM engine is still awake."""
 FIRST_PROBES = 3
 """Maximum number of attempts to probe the first version when no actor answers."""
 SHOWN_IN_SPAN = ("sequences_trained", "tokens_trained", "loss", "ess", "skipped")
@@ -294,7 +294,7 @@ class OptimizerLoop:
                 async with asyncio.timeout(timeout_s):
                     await self._in_compute(self._policy.end)
             except TimeoutError:
-                log.warning("the other ranks still compute after %.0f s", timeout_s)
+                log.warning("the other ranks still compute after %.0f s; they end when this process disconnects", timeout_s)
             except RuntimeError as error:  # from torch.distributed: the ranks are gone, and no longer needed
                 log.warning("the other ranks could not be ordered to end: %s", error)
 

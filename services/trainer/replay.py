@@ -47,7 +47,7 @@ FIGURES = ("loss", "grad_norm", "ess", "clip_fraction", "mask_fraction", "learni
 
 _TEXT_CHARACTERS = 24
 ONE_RANK = ("trainer.nproc=1", "trainer.shard_ranks=0", "trainer.context_parallel=1")
-"""Overrides for showing tokens, which needs the whole policy on one rank."""
+"""Recipe overrides that put the whole policy on one rank, which `token_table` needs."""
 
 
 @dataclass(frozen=True)

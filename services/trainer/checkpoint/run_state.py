@@ -42,8 +42,8 @@ BEGAN = "training_began_s"
 
 
 def read_lineage(run_dir: Path, run: str) -> Lineage | None:
-    """Return the version of each trainer start of `run`; None before the first. Raises `FieldError` if the folder belongs to
-    another run, and `UserError` if `lineage.json` is malformed."""
+    """Return the versions at which the trainers of `run` started; None before the first start. Raises `FieldError` if the
+    folder belongs to another run, and `UserError` if `lineage.json` is malformed."""
     if not (run_dir / LINEAGE).is_file():
         return None
     try:
@@ -246,7 +246,7 @@ class Start:
     """Folder `…/resume` of the checkpoint to resume from; None = start at version 0."""
     state: RunState | None = None
     positions: Mapping[int, int] = field(default_factory=dict)
-    """By version of a checkpoint, oldest first: position of the last message in SEQUENCES that was read before it."""
+    """For each checkpoint, oldest first, by version: position of the last message of SEQUENCES read before the checkpoint."""
     saved_at_s: float | None = None
     """Unix time of the newest checkpoint, or of the start of training if there is none. None before training."""
     changes: tuple[str, ...] = ()

@@ -182,7 +182,7 @@ class Uploads:
         """Unix time at which the waiting checkpoint was written. If it replaced waiting checkpoints, the time of the first."""
         self._trying: Path | None = None
         self.last: dict[str, Any] = {}
-        """Content of `UPLOADED`; empty before the first upload to this store."""
+        """Content of the file `UPLOADED`; empty before the first upload to this store."""
         self._changed = asyncio.Condition()
         """Notified of each change of `_waiting`. Its lock protects the linked folders."""
 

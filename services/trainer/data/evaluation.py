@@ -57,7 +57,7 @@ SCORE_TIMEOUT_S, SCORE_TOKEN_S = 60.0, 0.2
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """An actor's log-probabilities [tokens - 1] of the probe, their version, and how its weights were loaded (`loader`)."""
+    """An actor's log-probabilities [tokens - 1] of the probe, and the version and loader of the actor's weights."""
 
     logprobs: Logprobs
     version: PolicyVersion
@@ -118,7 +118,7 @@ class Evaluator:
         self._recipe, self._updater, self._run = recipe, updater, run
         self._samples = recipe.evaluation.samples
         self._problems = [problem for problem in problems for _ in range(self._samples)]
-        """Problem of each requested answer; its index is the answer's number. Answers to the same problem are adjacent."""
+        """Problem of each requested answer, by the answer's number. Answers to the same problem are adjacent."""
         self._incarnation, self._calls_to, self._timeout_s = incarnation, calls, recipe.evaluation.timeout_s
         self.tolerance, self._of_median = probe_tolerance(recipe), in_sixteen_bits(recipe)
         num_tokens = min(recipe.weights.probe_tokens, recipe.model.max_context - 1)
@@ -229,7 +229,7 @@ class Evaluator:
         return HeldoutResult(version, overall, num_tokens, tuple(answers[one] for one in self._shown(answers)), sets)
 
     def _shown(self, answers: Iterable[int]) -> list[int]:
-        """Return the numbers of the answers to show: four, or one of each set if there are more than four sets."""
+        """Return the numbers of the answers to show: four, or one of each problem set if there are more than four sets."""
         by_set = self._by_task(sorted(answers)).values()
         in_turn = [number for numbers in zip_longest(*by_set) for number in numbers if number is not None]
         return in_turn[: max(4, len(by_set))]
@@ -264,7 +264,7 @@ TOLERANCE, TOLERANCE_16_BIT = 1e-3, 0.25
 """Allowed difference of log-probabilities, in nats: of every token in float32, or of the median token in 16 bits. In 16 bits,
 rounding can change the log-probability of a token in a mixture of experts by whole nats (docs/weight-updates.md)."""
 SHARE_TOLERANCE = 0.1
-"""Allowed distance of `served_share` from 1, in addition to the error that rounding explains."""
+"""Allowed difference between 1 and the share that `served_share` returns, in addition to the error that it returns."""
 
 
 def probe_tolerance(recipe: Recipe) -> float:

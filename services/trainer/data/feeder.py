@@ -131,7 +131,7 @@ class Feeder:
         self.look_again()
 
     def take_figures(self) -> dict[str, Any]:
-        """Return a step record's figures about sequences. `ended_by_length`: numbers trained and stale since the last call."""
+        """Return a step's figures about sequences. `ended_by_length` counts those trained or stale since the last call."""
         tracker, room = self.tracker, self.room
         return {
             "in_flight": room.in_flight,
@@ -159,10 +159,10 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Take over the groups of an earlier incarnation, which reserved all numbers below `reserved`. Call this before reading
-        the log. Open all groups up to the last one on a stream; `run` opens later ones. Publish those open groups again that
-        are on no stream, with message ids that end with `name`, and return their number. `prompts`, `arrived`: results of
-        `scan_in_flight`."""
+        """Take over the groups of an earlier incarnation, which reserved all group numbers below `reserved`. Call this before
+        reading the log. Open all groups up to the last one on a stream; `run` opens later ones. Publish again the open groups
+        that are on no stream, with message ids that end with `name`, and return how many they are. `prompts`, `arrived`:
+        results of `scan_in_flight`."""
         named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
         last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)
         while self.next_group <= last:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FOLDER = "recorded"
 _ABOUT = b"pipelinerl"
 _NOT_SAMPLED = -1
-"""Version of an observation's token, whose log-probability is NaN."""
+"""Stands for the version and incarnation of an observation's token. The log-probability of such a token is NaN."""
 _OF_SEQUENCE = (
     *("run", "sequence_id", "group_id", "sample_index", "group_size", "task", "actor", "reward", "generation_s"),
     *("prompt_text", "completion_text", "reference_json", "answer", "reason"),

@@ -96,14 +96,14 @@ class RowPart:
         return slice(self.index * own, (self.index + 1) * own)
 
     def counts(self, length: int, predictors: Tensor, host: NDArray[np.int64] | None) -> list[int]:
-        """Return how many `predictors` (int64[C], ascending) are in each rank's slice. `host`: a CPU copy of them, if any."""
+        """Return how many positions in `predictors` (int64[C], ascending) each rank's slice has. `host`: their CPU copy or None."""
         places = predictors.cpu().numpy() if host is None else host
         edges = np.arange(1, self.ranks) * (length // self.ranks)
         ends = [*np.searchsorted(places, edges).tolist(), len(places)]
         return np.diff(ends, prepend=0).tolist()
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Map each [tokens / P, heads, dim] → [tokens, heads / P, dim]. Key-value heads are repeated as often as needed."""
+        """Map each [tokens / P, heads, dim] → [tokens, heads / P, dim]. Repeat key-value heads until P divides their number."""
         repeats = key_repeats(query.shape[1], key.shape[1], self.ranks)
         key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
         parts = (x.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous() for x in (query, key, value))

@@ -82,7 +82,7 @@ class HostMicroBatch:
     actors: NDArray[np.int64]
     """[S]: index in `PreparedStep.actors` of the actor that sampled the branch."""
     reported: NDArray[np.int64]
-    """[S]: position of the branch in the step if its tokens' importance weights are reported to rank 0, else -1."""
+    """[S]: position of the branch among all branches of the step if its log weights are reported to rank 0, else -1."""
     has_gradient: bool = True
     """False if no backward pass is needed. The n-th micro-batches of all ranks have the same value."""
 

@@ -191,7 +191,7 @@ def factor_names(layer: str) -> tuple[str, str]:
 
 
 def served_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, LayerAdapter | None]]:
-    """Yield (name in `served_weights`, parameter, adapter to merge into the parameter or None). Nothing is gathered."""
+    """Yield (name, parameter, adapter to merge into it or None), named as in `served_weights`. Nothing is gathered."""
     adapters = layer_adapters(model)
     factors = {id(factor) for adapter in adapters.values() for factor in (adapter.a, adapter.b)}
     of_weight = {id(adapter.weight): adapter for adapter in adapters.values()}

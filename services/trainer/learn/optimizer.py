@@ -174,7 +174,7 @@ class PolicyOptimizer:
         return {name: state[name] for name in MOMENTS}
 
     def begin_moments(self) -> None:
-        """Create zero moments in AdamW's own format, by a step at learning rate 0. All gradients are cleared."""
+        """Create missing moments as zeros in AdamW's own format, by a step at learning rate 0. Clear all gradients."""
         adamw = self._adamw
         new = [parameter for parameter in self._stepped if not adamw.state.get(parameter)]
         adamw.zero_grad(set_to_none=True)

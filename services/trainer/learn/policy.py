@@ -34,7 +34,7 @@ MAX_LOGITS = 2**25
 MAX_LOGITS_ON_GPU = 2**27
 """`MAX_LOGITS` for GPUs: 512 MiB per block, for fewer and larger kernels."""
 ALIGNED_WORDS = 128
-"""A block above this number of vocabulary entries has a multiple of it, for faster GPU kernels, unless it is the last."""
+"""A block of more vocabulary entries than this has a multiple of this number, for faster GPU kernels. The last may differ."""
 PROBE_LENGTHS = (7, 5)
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -435,10 +435,10 @@ def _gradient(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the gradient of `_LinearScores` for a block's logits, [C, words] in `dtype`: −p · (g + h · (log p + entropy)),
-    with `of_target` added at `index`. log p = `logits` − `log_normaliser`. `g` and h [C] have been divided by the temperature,
-    so the result is the gradient of the undivided logits. `index` [C]: the target's index in the block. `of_target` [C]: g, or
-    0 if the block lacks the target. `spread`: h and entropy; None if entropy has no gradient. `out`: memory for the result,
-    which may be `logits`; None in compiled code."""
+    with `of_target` added at `index`. log p = `logits` − `log_normaliser`. `g` and h [C] are those of `_LinearScores`, divided
+    by the temperature, so the result is the gradient of the undivided logits. `index` [C]: the target's index in the block.
+    `of_target` [C]: g, or 0 if the block lacks the target. `spread`: h and entropy; None if entropy has no gradient. `out`:
+    memory for the result, which may be `logits`; None in compiled code."""
     log_p = torch.sub(logits, log_normaliser[:, None], out=out)
     if spread is None:
         wide = torch.mul(torch.exp(log_p, out=out), -g[:, None], out=out)

@@ -66,7 +66,7 @@ class PreparedStep:
     phases_s: Mapping[str, float]
     """Seconds of the phases `plan` and `build`. They run during the previous step if the batch is complete in time."""
     sampled: Mapping[str, list[int]]
-    """By the id of each of `meter.sampled_sequences`: the positions of its branches in the step."""
+    """For each of `meter.sampled_sequences`, by id: the positions of its branches among all branches of the step."""
     actors: tuple[str, ...]
     """Names of the actors that sampled the sequences. `HostMicroBatch.actors` has indices into it."""
 
@@ -87,7 +87,7 @@ class Learner:
         bound: float = meter.BOUND_16_BIT,
     ) -> None:
         """`temperature`: sampling temperature of μ. `reference`: policy of the KL term, whose adapters are ignored; may be
-        `policy`. `compute_dtype`: dtype of matrix products, if not that of the weights. `bound`: see `token_statistics`."""
+        `policy`. `compute_dtype`: dtype of matrix products, if not that of the weights. `bound`: from `meter.bound_of`."""
         assert algorithm.advantage != "value" or policy.value_head is not None, "advantage: value needs a value head"
         assert algorithm.kl_coefficient == 0 or reference is not None, "kl_coefficient > 0 needs a reference"
         self.policy = policy

@@ -66,7 +66,7 @@ class Recorder:
         start: Start | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """A sink that is None is disabled. The caller opens and closes sinks."""
+        """If `board` or `trackers` is None, the run has none. The caller opens and closes `files` and `trackers`."""
         self._recipe, self._start = recipe, start or Start()
         self._files, self.metrics, self._board = files, metrics, board
         self._trackers = trackers or RunTrackers()

@@ -24,11 +24,11 @@ Sample = dict[str, Any]
 MOST_TOKENS = 1024
 """A sample lists the text and the importance weight of its first sampled tokens, at most this number."""
 MOST_WITH_TOKENS = 500
-"""Approximate number of steps per run whose samples have tokens (up to 20 KB each). Other samples take 1 to 4 KB."""
+"""Approximate number of steps per run whose samples list tokens (up to 20 KB each). Other samples take 1 to 4 KB."""
 
 
 def has_tokens(step: int, steps: int) -> bool:
-    """Return whether samples of `step` have tokens: at about `MOST_WITH_TOKENS` steps, including the first and last. Pure."""
+    """Return whether samples of `step` list tokens: at about `MOST_WITH_TOKENS` steps, including the first and last. Pure."""
     return step <= 1 or step == steps or step % -(-steps // MOST_WITH_TOKENS) == 0
 
 
