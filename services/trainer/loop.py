@@ -462,7 +462,7 @@ class OptimizerLoop:
             await self._offer(self._carried_s)
 
     def _due(self, every_steps: int) -> bool:
-        """Return whether to measure the current version: every `every_steps` steps (0 = never), if actors get this version."""
+        """Return whether to measure now: every `every_steps` steps (0 = never), in conventional mode only between phases."""
         return every_steps > 0 and self.version % every_steps == 0 and starts_phase(self._recipe, self.version)
 
     async def _check_policy(self) -> None:

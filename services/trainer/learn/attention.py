@@ -96,7 +96,7 @@ class RowPart:
         return slice(self.index * own, (self.index + 1) * own)
 
     def counts(self, length: int, predictors: Tensor, host: NDArray[np.int64] | None) -> list[int]:
-        """Return how many positions in `predictors` (int64[C], ascending) each rank's slice has. `host`: their CPU copy or None."""
+        """Return how many positions in `predictors` (int64[C], ascending) each rank's slice has. `host`: CPU copy or None."""
         places = predictors.cpu().numpy() if host is None else host
         edges = np.arange(1, self.ranks) * (length // self.ranks)
         ends = [*np.searchsorted(places, edges).tolist(), len(places)]
