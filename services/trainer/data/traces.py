@@ -53,7 +53,7 @@ class SequenceTraces:
 
     @contextmanager
     def step(self, version: int, sequence_ids: Iterable[str]) -> Iterator[Span]:
-        """Open a span around the optimizer step that produces `version`. `sequence.train` spans link to it."""
+        """Open a span around the step that produces `version`. The `sequence.train` spans of its sequences link to it."""
         following = [trace for sequence_id in sequence_ids if (trace := self._open.get(sequence_id)) is not None]
         with root("step.train", links=following, attributes={a.VERSION: version}) as span:
             self._step = trace_of(span), time.time_ns()

@@ -35,7 +35,7 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 def on_device(values: NDArray[Any], device: torch.device | str) -> Tensor:
-    """Return `values` on `device`. A CPU tensor may share their memory. A copy to a GPU does not wait for its queued work."""
+    """Return `values` on `device`. A CPU tensor may share their memory. A copy to a GPU does not wait for queued work."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()

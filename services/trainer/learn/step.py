@@ -33,7 +33,7 @@ from services.trainer.learn.policy import Policy
 from services.trainer.world import ADAPTER, BATCHES, END, SCORE, TRAIN, USE, WEIGHTS, Message, RankLayout, World
 
 Share = tuple[HostMicroBatch, ...]
-"""Micro-batches of one rank, or of several ranks that split each row. All shares of a step have the same number of them."""
+"""Micro-batches of one rank, or of several ranks that split each row. All shares of a step have equally many micro-batches."""
 
 
 def batch_message(version: int, share: Share) -> Message:
@@ -60,7 +60,7 @@ class PreparedStep:
     """Unfinished sends of the shares to the other ranks. `Learner.step` waits for them."""
     sequence_ids: tuple[str, ...]
     figures: Mapping[str, float]
-    """`advantage_abs_mean`: mean absolute advantage of sequences. `imbalance`: `StepPlan.imbalance`."""
+    """`advantage_abs_mean`: mean absolute advantage of sequences. `imbalance`: planned share of time in which ranks wait."""
     flops: float
     """Model FLOPs of the whole step."""
     phases_s: Mapping[str, float]

@@ -122,7 +122,7 @@ def about(run: str, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
 
 
 MOST_MEMBERS = 256
-"""Maximum number of listed members. For larger runs, use a dashboard."""
+"""Maximum number of actors that the page lists. For larger runs, use a dashboard."""
 
 
 def member_rows(states: dict[str, str], versions: dict[str, int], loads: Mapping[str, ActorState]) -> list[dict[str, Any]]:
