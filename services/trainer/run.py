@@ -218,7 +218,7 @@ class TrainingRun:
             log.error("the run ends without a checkpoint of version %d: %s", self.loop.version, error)
 
     async def _publish_last(self) -> None:
-        """Write the last checkpoint and make it the run's result. Raises `ServiceError` if it cannot be written."""
+        """Write the last checkpoint, and link its policy as `<run dir>/checkpoint`. Raises `ServiceError` if writing fails."""
         async with self._publishing:  # otherwise a run that is stopped at its very end would do this twice at the same time
             written = await self.loop.checkpoints.write(last=True)
             await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")

@@ -183,7 +183,7 @@ def kill_tree(pid: int) -> None:
 
 
 def kill_group(leader: int) -> None:
-    """Send SIGKILL to the processes that are left in the group of `leader`."""
+    """Send SIGKILL to the processes that are left in the process group of `leader`."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 

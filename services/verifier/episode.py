@@ -69,8 +69,8 @@ class EpisodeFailed(Exception):
 
 
 class Policy:
-    """A client of the episode's endpoint. `on_wait` is called with True before a turn is requested, and with False when it has
-    arrived. Each request opens a new connection, because the server closes idle ones while the environment works."""
+    """A client of the actor's HTTP server for this episode. `on_wait` is called with True before a turn is requested, and with
+    False when it has arrived. Each request opens a new connection: the server closes idle ones while the environment works."""
 
     def __init__(self, base_url: str, on_wait: Callable[[bool], None]) -> None:
         self.base_url, self._on_wait = base_url, on_wait

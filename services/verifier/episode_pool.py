@@ -92,7 +92,7 @@ async def start_template(recipe: Recipe) -> Template:
 
 
 class EpisodePool:
-    """The template and its running episodes."""
+    """The process that forks episodes (the template), and its running episodes."""
 
     def __init__(self, recipe: Recipe, metrics: VerifierMetrics, max_episodes: int) -> None:
         self._recipe, self._metrics, self._max_episodes = recipe, metrics, max_episodes

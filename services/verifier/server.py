@@ -158,7 +158,7 @@ async def _sandboxes(recipe: Recipe) -> dict[str, str]:
 
 
 async def serve(settings: VerifierSettings, stop: asyncio.Event, log_context: LogContext) -> None:
-    """Serve until `stop` is set. Raises `UserError` for a mistake in the recipe, users' code or a judge's key. Raises
+    """Serve until `stop` is set. Raises `UserError` for a mistake in the recipe, users' code or a judge's API key. Raises
     `ServiceError` if a port is in use or a process does not start."""
     recipe = load_recipe(settings.recipe)
     if settings.reward_modules:

@@ -200,7 +200,7 @@ class RunTrackers:
                 tracker.send(lambda to: to.log_samples(axis, position, rows))
 
     def end(self, summary: Mapping[str, Any], *, finished: bool) -> None:
-        """Queue the end call of every tracker. Later points are lost."""
+        """Queue every tracker's call of `end`. Points that are queued later are lost."""
         if self._abandon_at_s is None:
             self._abandon_at_s = time.monotonic() + (FLUSH_S if finished else FLUSH_STOPPED_S)
             last_step = self._last_step
@@ -242,7 +242,7 @@ def is_not_of_a_library(record: logging.LogRecord) -> bool:
 
 
 _NOT_LOGGED = frozenset({"step", "lag_histogram", "skipped", "joins"})
-"""Keys of a step's record that are logged in another form: as the axis, as numbers, or by bucket."""
+"""Keys of a step's record that are not logged as they are: `step` is the axis, and the others are converted to numbers."""
 
 
 def step_figures(record: Mapping[str, Any]) -> dict[str, float]:

@@ -1,15 +1,15 @@
 """State machine for the members of a transfer group and the progress of one version (docs/weight-updates.md). Pure.
 
 `step(event)` returns the actions to perform, in order. `updater.py` performs them. Results of actions, answers of members and
-passed deadlines are the next events. The trainer's own end of the group answers like a member.
+passed deadlines are the next events. The trainer answers like a member, with `TRAINER` as its name.
 
 The machine keeps these invariants:
 
 - A version is committed only after all remaining members have staged it in this epoch, with the sender's checksum.
 - No actor joins a running epoch. If a member is lost, the current or the next version is sent in an epoch with a higher number.
 - One version is in transfer at a time, until all remaining members serve it.
-- An actor that came late or failed joins other members only after it has served a version on a side group (`MemberReady`),
-  unless no other actor is left.
+- An actor that registered late or failed joins other members only after it has received and served a version through a side
+  group (`MemberReady`), unless no other actor is left.
 
 A run has one coordinator for the epoch and one for each side group. `membership.py` chooses the members of side groups.
 """
@@ -25,11 +25,11 @@ from statistics import median
 from pipelinerl.v1.control_pb2 import Abort, Announce, Commit, EpochJoined, Serving, Staged
 
 MOST_RESTARTS = 3
-"""Maximum number of retries of a version with the same members. If all fail, each member must succeed alone to rejoin."""
+"""Maximum number of retries of a version with the same members. If all fail, a member rejoins after a transfer to it alone."""
 SLOW = 4.0
 """A member's answer may take this multiple of all members' median time. `WeightUpdater.limit_s` uses it for transfers, too."""
 TRAINER = ""
-"""Value of `actor` in the trainer's answers: `EpochJoined` when its end of the group is built, `Staged` when all is sent."""
+"""Value of `actor` in the trainer's answers: `EpochJoined` when it is in the group, `Staged` when it has sent the version."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class MembersLeaving:
 
     @classmethod
     def unregistered(cls, *actors: str, reason: str = "left, or its heartbeat stopped") -> MembersLeaving:
-        """Return the event for actors whose registration was removed or has expired."""
+        """Return the event that removes all processes of actors whose registrations were removed, expired or replaced."""
         members = tuple(Member(actor, process="") for actor in actors)
         return cls(members, reason, False, EvictionCause.HEARTBEAT)
 
 
 @dataclass(frozen=True)
 class MemberReady:
-    """A process of an actor serves a version that it got on a side group. It may join the next epoch."""
+    """An actor's process serves a version that it received through a side group. It may join the next epoch."""
 
     actor: str
     process: str
@@ -183,15 +183,16 @@ class Coordinator:
         self.version = -1
         self.members: dict[str, Member] = {}
         self.present: dict[str, Member] = {}
-        """Actors that may be members: registered, not starting and not shutting down; in a side group, its joiners."""
+        """Actors that may be members. For the epoch: registered actors, except readers of the weight log and actors that
+        are starting or shutting down. For a side group: its joiners."""
         self._newcomers: set[str] = set()
-        """Actors that came after the first `VersionReady`. They join an epoch after `MemberReady`, or if no others are left."""
+        """Actors registered after the first `VersionReady`. They join an epoch after `MemberReady`, or if no other actor is left."""
         self._benched: dict[str, None] = {}
         """Failed actors in order of their failures. They rejoin through side groups. If no other actor is left, the one that
         failed longest ago is tried alone at its next heartbeat."""
         self._group_stands = False
         self.answered: dict[str, int] = {}
-        """Members (and `TRAINER`) that have answered in this phase, with the checksum of a `Staged`; 0 for other answers."""
+        """Members (and `TRAINER`) that have answered in this phase. Values: the checksum in a `Staged`, 0 for other answers."""
         self._left: set[str] = set()
         """Processes that left while their ranks were in the group. If the group then fails, no remaining member is blamed."""
         self._restarts = 0

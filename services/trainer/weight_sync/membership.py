@@ -86,7 +86,7 @@ class Roster:
         self._behind: dict[str, _Registered] = {}
         """Actors that do not serve the newest version, in order of arrival. Only these can need a side group."""
         self._ended: dict[str, tuple[Member, ...]] = {}
-        """Pods that are ending or have ended, by uid, each with its members that may still be running."""
+        """Pods that are ending or have ended, by uid, each with its actor processes that may still be running."""
 
     def up(self, member: Member) -> None:
         """Record a registration or heartbeat. A new process of a known actor starts without a version."""
@@ -105,7 +105,7 @@ class Roster:
         return [MemberChange("left" if left else "evicted", known.member, epoch, version, reason)]
 
     def put_out(self, evicted: Evicted, version: int) -> list[MemberChange]:
-        """Record that an actor was removed from an epoch."""
+        """Record that an actor was removed from an epoch, and return its departure."""
         known = self._actors.get(evicted.actor)
         if known is None:
             return []
@@ -115,7 +115,7 @@ class Roster:
         return [MemberChange("evicted" if cause else "left", known.member, epoch, version, reason, cause)]
 
     def served(self, members: Iterable[Member], epoch: int, version: int) -> list[MemberChange]:
-        """Record that these members received `version` in `epoch`, which may be that of a side group."""
+        """Record that these members received `version` in `epoch`, perhaps a side group's. Return the arrivals among them."""
         changes = []
         self._expect(version)
         for member in members:
@@ -188,7 +188,7 @@ class Roster:
 
 
 class LogReaders(Roster):
-    """Actors that read the weight log, and are in no epoch. Their reports may arrive out of order. Pure."""
+    """Actors that read the weight log, and are in no epoch. Messages that name their versions may arrive out of order. Pure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class LogReaders(Roster):
         return self.served([known.member], 0, version) if known is not None and version > known.version else []
 
     def leaves(self, actor: str, reason: str, *, left: bool, process: str = "") -> list[MemberChange]:
-        """Remove an actor that is shutting down or no longer registered. With `process`, remove only this process."""
+        """Remove an actor that is shutting down or no longer registered; return its departure. `process`: "" = any process."""
         known = self._actors.get(actor)
         if known is None or process not in ("", known.member.process):
             return []

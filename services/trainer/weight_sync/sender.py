@@ -1,4 +1,4 @@
-"""The trainer's end of the weight transfer: manifest, snapshots, groups and broadcasts, and the weight log.
+"""The trainer's side of the weight transfer: manifest, snapshots, groups and broadcasts, and the weight log.
 
 Only `snapshot` stops the optimizer. It copies the weights once, in the dtype of the transfer; on a GPU, a separate
 CUDA stream does the copy. A snapshot may be sent several times, on any group, on a background thread.
@@ -116,7 +116,7 @@ class Snapshot:
 
 
 class WeightSender:
-    """The trainer's end of the collective: takes snapshots, opens a group for each epoch or side group, and starts broadcasts.
+    """Sends the trainer's weights: takes snapshots, opens a group for each epoch or side group, and starts broadcasts.
 
     `stall_timeout_s`: maximum time for one chunk before the group counts as broken, raised to `Manifest.slowest_chunk_s` if
     that is more. `placement`: memory of snapshots. `group_placement`: memory from which groups send. `store`: rendezvous of the
@@ -194,7 +194,7 @@ class WeightSender:
 
 
 class CollectiveGroup:
-    """The trainer's end of one transfer group. Cancelling a waiting caller does not stop the operation; `abandon` does."""
+    """The trainer's handle for one transfer group. Cancelling a waiting caller does not stop the operation; `abandon` does."""
 
     def __init__(
         self, sender: WeightSender, store_address: str, meeting: Future[WeightGroup], given_up: threading.Event
@@ -204,7 +204,7 @@ class CollectiveGroup:
         self._broadcast: Future[TransferResult] | None = None
 
     async def built(self) -> None:
-        """Wait until every rank has connected. Raises `TransferError`, which may name ranks that are `missing`."""
+        """Wait until every rank has connected. Raises `TransferError`; a `DeadlineExceeded` names the `missing` ranks."""
         await asyncio.wrap_future(self._meeting)
 
     async def broadcast(self, snapshot: Snapshot, deadline_s: float) -> TransferResult:

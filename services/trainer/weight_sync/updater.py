@@ -1,4 +1,4 @@
-"""Send policy versions to the actors: one transfer session serves the members of the epoch, and one serves each side group.
+"""Send policy versions to the actors: one transfer session sends to the members of the epoch, and one to each side group.
 
 `offer` waits only until the previous version is served, because an epoch transfers one version at a time. In pipeline
 mode, the trainer computes the next batch during a transfer.
@@ -441,7 +441,8 @@ class WeightUpdater:
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post an answer of this incarnation to the session of its epoch. The main session ignores answers to ended epochs."""
+        """Post an answer to the session of the answer's epoch. If this epoch has ended, the main session gets the answer and
+        ignores it. Drop answers to other incarnations."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, pb.Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)

@@ -211,7 +211,7 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
-    """Return a test that expects `name(*put) == got`. If `put` is a string, its lines are JSON, as is a string `got`."""
+    """Return a test that expects `name(*put) == got`. If `put` is a string, its lines are JSON, and so is a string `got`."""
     if isinstance(put, str):
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got

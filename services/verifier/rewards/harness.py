@@ -21,7 +21,7 @@ from typing import Any
 
 _DATETIME = ("datetime.date", "datetime.datetime", "datetime.timedelta")
 _MADE = ("builtins.complex", "builtins.range", "fractions.Fraction", "decimal.Decimal", *_DATETIME)
-"""Types that are sent as the arguments of their constructors."""
+"""Types whose values are sent as the arguments of their constructors."""
 _PRELUDE = "typing, collections, itertools, functools, heapq, bisect, math, string, re, random, copy, json"
 """Modules that a program may use without importing them, as on LeetCode."""
 _LARGE = 1 << 63
@@ -81,7 +81,7 @@ def decode(message: Any, resolve: Callable[..., Any]) -> Any:
 
 
 class Peer:
-    """One end of the connection between the two processes. `is_guarded`: the other end can access only public attributes of
+    """This process's connection to the other process. `is_guarded`: the other process can access only public attributes of
     instances of the tests' classes."""
 
     def __init__(self, reading: int, writing: int, find: Callable[[str], Any], *, is_guarded: bool) -> None:
@@ -94,7 +94,7 @@ class Peer:
         return self._remotes.setdefault(number, Remote(self, number))
 
     def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
-        """Have the other end perform an operation, and return the result. Changes to the arguments are copied back."""
+        """Have the other process perform an operation, and return the result. Changes to the arguments are copied back."""
         given = [self._encoded(each) for each in arguments], {name: self._encoded(each) for name, each in keywords.items()}
         with contextlib.suppress(ConnectionError):  # if the other process has ended, nothing is received below
             self._send([operation, *given])
@@ -111,7 +111,7 @@ class Peer:
         raise EOFError("the program ends too soon")
 
     def serve(self) -> None:
-        """Answer calls until the other end is closed."""
+        """Answer calls until the other process closes the connection."""
         while (message := self._receive()) is not None:
             self._answer(*message)
 
@@ -159,7 +159,7 @@ class Peer:
         self._writing.flush()
 
     def _receive(self) -> list[Any] | None:
-        """Return the next message; None if the other end is closed or the message is invalid."""
+        """Return the next message; None if the connection is closed or the message is invalid."""
         try:
             return json.loads(self._reading.readline())
         except (ConnectionError, ValueError):

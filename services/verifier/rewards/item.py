@@ -35,7 +35,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A scorer's result. `value`: the sum of `parts`, if any; 1 for a right answer. Users' functions may return any number."""
+    """A scorer's result. `value`: 1 for a right answer, or any number from a user's function. `parts`: terms that add up to it."""
 
     value: float
     reason: str = ""

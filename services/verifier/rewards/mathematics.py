@@ -82,7 +82,7 @@ def claims(text: str, *, boxed: bool) -> list[str]:
 
 
 def _joined_boxes(text: str, found: list[tuple[int, int, str | None]]) -> tuple[str, int]:
-    """Return the content and end of the last box, or of the last boxes if only commas, `and` or `or` separate them."""
+    """Return the content and end position of the last box, or of the last boxes if only commas, `and` or `or` separate them."""
     start, end, content = found[-1]
     given = content or ""
     for before, closed, earlier in reversed(found[:-1]):
