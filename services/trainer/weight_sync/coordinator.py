@@ -186,7 +186,7 @@ class Coordinator:
         """Actors that may be members. For the epoch: registered actors, except readers of the weight log and actors that
         are starting or shutting down. For a side group: its joiners."""
         self._newcomers: set[str] = set()
-        """Actors registered after the first `VersionReady`. They join an epoch after `MemberReady`, or if no other actor is left."""
+        """Actors registered after the first `VersionReady`. They join after `MemberReady`, or if no other actor is left."""
         self._benched: dict[str, None] = {}
         """Failed actors in order of their failures. They rejoin through side groups. If no other actor is left, the one that
         failed longest ago is tried alone at its next heartbeat."""

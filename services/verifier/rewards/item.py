@@ -35,7 +35,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A scorer's result. `value`: 1 for a right answer, or any number from a user's function. `parts`: terms that add up to it."""
+    """A scorer's result. `value`: 1 for a right answer, or any number from a user's function. `parts`: its summands, if any."""
 
     value: float
     reason: str = ""
