@@ -331,7 +331,7 @@ def _label(task: dict[str, Any]) -> str:
 
 
 class OverlongConfig(Section):
-    """Overlong penalty (DAPO, 2503.14476, eq. 13): linear from 0 to -penalty over the `buffer_tokens` before the length limit."""
+    """Overlong penalty (DAPO, 2503.14476, eq. 13): linear from 0 to -penalty over `buffer_tokens` before the length limit."""
 
     buffer_tokens: int = Field(0, ge=0, description="The penalty begins this many tokens before the length limit; 0 = off.")
     penalty: float = Field(1.0, ge=0, description="Penalty of a completion of the maximum length.")
