@@ -185,8 +185,8 @@ FIGURES = (
     Figure("logprob_mismatch", "Largest difference of log-probabilities in parity probes, nats, over answers that can be "
            "compared.", "logprob_mismatch_nats", stays=True, event=NoneType, summary={"logprob_mismatch_max": "largest"}),
     Figure("parity_failures", "Number of answers that fail [the parity probe](weight-updates.md#the-parity-probe): they differ "
-           "from the trainer's by more than `weights.probe_tolerance`, have changed too little or too much since the first "
-           "version, have a wrong length, or are not finite.", "parity_failures_total", "answers", event=int,
+           "from the trainer's by more than `weights.probe_tolerance`, have changed too little or too much since the "
+           "trainer's start, have a wrong length, or are not finite.", "parity_failures_total", "answers", event=int,
            summary={"parity_failures": "sum"}),
     Figure("actor_busy_fraction", "Share of the actors' time, since their engines were up, in which they had a sequence in "
            "progress.", "actor_busy_ratio", on_page=True),

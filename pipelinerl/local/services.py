@@ -214,7 +214,7 @@ async def initial_model(
     cache = (launches.run_dir.path if copied else cache_folder(launches.environment)) / "models"
     folder = built_folder(recipe, launches.run_dir.name, cache)
     if is_complete(folder):
-        report(f"initial model from the cache: {folder}")
+        report(f"the initial model is in the cache: {folder}")
         return str(folder)
     report(f"copying {recipe.model.name}" if copied else "unpacking the initial model (kept for the next run)")
     launch = launches.initial_model(cache)

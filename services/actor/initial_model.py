@@ -39,7 +39,7 @@ async def run(settings: ActorSettings, stop: asyncio.Event, context: LogContext)
         return
     folder = built_folder(recipe, settings.run, settings.model_cache)
     if is_complete(folder):
-        log.info("initial model from the cache: %s", folder)
+        log.info("the initial model is in the cache: %s", folder)
         return
     if not settings.trainer:
         raise FieldError("PIPELINERL_TRAINER", "", f"set it to host:port of the trainer, to fetch the model {folder.name}")

@@ -43,7 +43,7 @@ def make_model() -> None:
         return
     folder = built_folder(recipe, settings.run, settings.model_cache)
     if is_complete(folder):
-        log.info("initial model from the cache: %s", folder)
+        log.info("the initial model is in the cache: %s", folder)
         return
     with filling(folder) as beside:
         if recipe.model.source == "checkpoint":

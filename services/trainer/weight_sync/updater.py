@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_OTHER_BACKEND = "it restarted with another weights.backend"
+
 ANSWER_TYPES = {"joined": pb.EpochJoined, "staged": pb.Staged, "serving": pb.Serving, "failed": pb.Abort}
 MEETING_SHARE = 0.8
 """Share of the deadline within which all members of a group must connect. If some do not, the error names them, and only they
@@ -406,14 +408,14 @@ class WeightUpdater:
                     self._draining.add(said.actor)
                     self._leave(c.MembersLeaving((member,), "it is shutting down"))
                 elif said.reads_log:
-                    if said.actor in self._main.coordinator.present:  # it restarted with another weights.backend
-                        self.post(None, c.MembersLeaving.unregistered(said.actor))
+                    if said.actor in self._main.coordinator.present:
+                        self.post(None, c.MembersLeaving.unregistered(said.actor, reason=_OTHER_BACKEND))
                     version = said.policy_version if said.incarnation == self.incarnation else -1
                     if not self.roster.has_left(member):
                         self.readers.up(member)
                         self._reader_serves(self.readers.serves(said.actor, version))
                 else:
-                    self._tell(self.readers.leaves(said.actor, "it restarted with another weights.backend", left=False))
+                    self._tell(self.readers.leaves(said.actor, _OTHER_BACKEND, left=False))
                     self.post(None, c.MemberUp(member))
 
     def _reader_serves(self, changes: list[MemberChange]) -> None:
