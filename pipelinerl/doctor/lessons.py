@@ -61,19 +61,21 @@ def _has_next_turn(sample: Record) -> bool:
 def lengths(run: RunRecords) -> Rows:
     """Examine whether completions are language, end, and differ.
 
-    model-broken (learning.md#log-probabilities): The model does not write language before any training: in the first 3 steps,
-        half of at least 4 completions consist mostly of one token, or the entropy exceeds 4 nats (text has 1 to 3) at a
-        temperature of at most 1.5.
-    completions-empty (recipes.md#chat-templates): Completions end before they say anything: half of at least 8 samples are
-        blank.
+    model-broken (learning.md#log-probabilities): The model does not write language even before training: In the first 3 steps,
+        at least half of 4 or more completions repeat one token in over half of their length. Or the entropy exceeds 4 nats at a
+        temperature of at most 1.5; the entropy of text is 1 to 3 nats.
+    completions-empty (recipes.md#chat-templates): Completions end before they say anything: At least half of 8 or more samples
+        are blank.
     turns-continued (recipes.md#chat-templates): Completions go on with the next turn of the conversation, because nothing ends
-        them: in half of at least 8 samples, in a run that has not learned.
-    all-cut (learning.md#truncated-completions): Completions are cut at their length limit: 50 % of them, over all or the last
-        steps, in a run that has not learned; grave from 90 % if rewards are equal or the loss leaves cut completions out.
-    think-unclosed (recipes.md#chat-templates): Reasoning is opened and never closed: in half of at least 8 samples, while the
-        mean reward is below 0.5.
-    completions-identical (learning.md#from-rewards-to-advantages): The completions of a group are all the same text: in 75 % of
-        the groups of a run that has not learned; grave from 95 %, or if rewards are equal.
+        them: This happens in at least half of 8 or more samples of a run that has not learned.
+    all-cut (learning.md#truncated-completions): Completions are cut at their length limit: In a run that has not learned, at
+        least 50 % of the completions of all steps or of the last steps are cut. The finding is grave from 90 % if rewards are
+        equal within groups, or if the loss leaves cut completions out.
+    think-unclosed (recipes.md#chat-templates): Reasoning is opened and never closed: This happens in at least half of 8 or more
+        samples, and the mean reward is below 0.5. The finding is grave if rewards are equal within groups.
+    completions-identical (learning.md#from-rewards-to-advantages): The completions of a group are all the same text: This holds
+        for 75 % of the groups of a run that has not learned. The finding is grave from 95 %, or if rewards are equal within
+        groups.
     """
     samples, limit, temperature = run.trained_samples, run.recipe.max_tokens, run.recipe.sampling.temperature
     begun = [one for one in samples if number_at(one, "step") in (1, 2, 3) and len(one.get("tokens") or ()) >= 16]
@@ -111,16 +113,18 @@ def lengths(run: RunRecords) -> Rows:
 def answers(run: RunRecords) -> Rows:
     """Examine whether rewards find answers, and compare them with references.
 
-    answers-absent (recipes.md#rewards): The reward hardly ever finds an answer: in under 5 % of the completions; grave if
-        rewards are equal, or if 5 % of the completions contain the reference all the same.
-    answers-misread (recipes.md#rewards): The reward takes another part of the completion as its answer: 20 % of at least 8
-        samples end with the reference, but the answer that was found earns nothing.
-    right-unrewarded (recipes.md#rewards): Answers that equal the reference, apart from a unit, earn no more than others: 80 %
-        of at least 4 such answers earn nothing in a run that has not learned, or at least 10 such answers earn hardly more
-        than at least 10 others on average.
-    references-unrelated (recipes.md#tasks): Answers equal their own reference no more often than another problem's: in at least
-        24 samples of a run that has not learned, equal ones are less than 2 standard errors more frequent than they would be
-        with shuffled references; grave if the samples have at least 5 different references.
+    answers-absent (recipes.md#rewards): The reward hardly ever finds an answer: It finds one in at most 5 % of the completions.
+        The finding is grave if rewards are equal within groups, or if 5 % of the completions contain the reference although
+        none was found.
+    answers-misread (recipes.md#rewards): The reward takes another part of the completion as its answer: At least 20 % of 8 or
+        more samples end with the reference, but the answer that the reward found is another one and earns nothing. The finding
+        is grave if the run has not learned.
+    right-unrewarded (recipes.md#rewards): Answers that equal the reference, apart from a unit, earn no more than others: At
+        least 80 % of 4 or more such answers earn nothing in a run that has not learned. Or 10 or more such answers earn hardly
+        more than 10 others on average. The finding is grave unless your own function scores and rewards differ within groups.
+    references-unrelated (recipes.md#tasks): Answers equal their own reference no more often than another problem's: In 24 or
+        more samples of a run that has not learned, the number of equal ones is less than 2 standard errors above the number
+        that shuffled references would give. The finding is grave if the samples have at least 5 different references.
     """
     samples, reward, stop = run.trained_samples, run.first_task.reward, run.recipe.sampling.stop
     absent, missed = run.mean("answers_absent"), run.mean("answers_missed")
@@ -171,15 +175,16 @@ def answers(run: RunRecords) -> Rows:
 def rewards(run: RunRecords) -> Rows:
     """Examine whether rewards tell better completions from worse ones.
 
-    groups-all-wrong (recipes.md#tasks): No answer of a group is right: in 75 % of the groups of a run that has not learned;
-        grave from 95 % if rewards are equal.
-    groups-all-right (recipes.md#tasks): Every answer is right, so that nothing is left to learn: in 75 % of the last groups. It
-        is a note or, in a run that has not learned, a warning from 75 % of all groups and grave from 95 %.
-    reward-constant (recipes.md#rewards): Rewards, or the marks of a judge, do not vary within groups: in 75 % of the groups of
-        a run that has not learned; grave from 95 %.
-    reward-plateau (recipes.md#rewards): The reward has risen and stopped below its maximum: rewards are equal in 75 % of the
-        last groups. The mean reward of the last steps (a quarter of the run, 3 to 20 steps) is under 90 % of the maximum, and
-        exceeds that of the same number of steps before them by less than 5 % of the maximum.
+    groups-all-wrong (recipes.md#tasks): No answer of a group is right: This holds for at least 75 % of the groups of a run that
+        has not learned. The finding is grave from 95 % if rewards are also equal.
+    groups-all-right (recipes.md#tasks): All answers of a group are right, so that nothing is left to learn: This holds for at
+        least 75 % of the groups of the last steps. The finding is a note if the run has learned, or if this holds for under
+        75 % of all groups; otherwise it is a warning, and grave from 95 %.
+    reward-constant (recipes.md#rewards): Rewards, or the marks of a judge, do not vary within groups: This holds for at least
+        75 % of the groups of a run that has not learned. The finding is grave from 95 %.
+    reward-plateau (recipes.md#rewards): The reward has risen and stopped below its maximum: Rewards are equal in at least 75 %
+        of the groups of the last steps (a quarter of the run, but 3 to 20 steps). The mean reward of these steps is under 90 %
+        of reward.correct, and exceeds that of as many steps before them by less than 5 % of reward.correct.
     """
     last, reward, size = _last(run.trained_samples), run.first_task.reward, run.recipe.sampling.group_size
     is_stuck, is_judged, best = run.is_stuck, reward.scorer == "judge", reward.correct
@@ -211,15 +216,16 @@ def rewards(run: RunRecords) -> Rows:
 def terms(run: RunRecords) -> Rows:
     """Examine the parts of the reward, the tasks of a mixture, and the length that rewards lead to.
 
-    term-dominates (recipes.md#rewards): A term other than the answer decides which completion is better: it has 80 % of the
-        terms' spread within groups, while answers earn under 0.9. Or it has the largest spread, and what answers earn falls by
-        3 standard errors although rewards rise. Or the format earns 80 % of its weight, while answers earn under 2 % of
-        reward.correct (grave if rewards are equal).
-    format-never (recipes.md#rewards): The format term is never earned, so that it teaches nothing: in at least 12 steps.
-    task-starves (recipes.md#tasks): A task of the mixture gets too few sequences, or earns nothing: less than a quarter of its
-        share, or a mean reward of 0.
-    length-drifts (learning.md#normalisation): Completions grow or shrink while the reward does not rise: they reach 1.5 times
-        their first length, or a third of it, and the change is 3 standard errors.
+    term-dominates (recipes.md#rewards): A term other than the answer guides the policy: This term has at least 80 % of the
+        spread of all terms within groups, and answers earn under 0.9. Or it has the largest spread, and what answers earn falls
+        by 3 standard errors although rewards rise. Or the format earns 80 % of reward.format_weight, while answers earn under
+        2 % of reward.correct; this case is grave if rewards are equal within groups.
+    format-never (recipes.md#rewards): The format term is never earned, so that it teaches nothing: No completion has earned it
+        in at least 12 steps.
+    task-starves (recipes.md#tasks): A task of the mixture gets too few sequences, or earns nothing: The task's share of the
+        sequences is under a quarter of its share of the weights in the recipe, or its mean reward is 0.
+    length-drifts (learning.md#normalisation): Completions grow or shrink while the reward does not rise: Their mean length
+        reaches 1.5 times its first value, or falls to a third of it, and changes by more than 3 standard errors.
     """
     reward, name, last = run.first_task.reward, f"reported.{run.first_task.name}", _last(run.trained_samples)
     form, right, forms = run.late(f"{name}.format"), run.late(f"{name}.answer"), run.values(f"{name}.format")

@@ -31,11 +31,11 @@ ADOPTED: dict[str, tuple[Gravity, str, str]] = {
     UNPAID: ("grave", "The reward gives a reference answer no more than an empty one", "recipes.md#rewards"),
     "answers-empty": ("warning", "Problems have no reference answer", "recipes.md#tasks"),
     "references-misread": ("warning", "The scorer does not read some references as answers", "recipes.md#rewards"),
-    "template": ("warning", "The chat template and the prompts do not fit", "recipes.md#chat-templates"),
+    "template": ("warning", "The chat template does not fit the prompts", "recipes.md#chat-templates"),
     "prompts-repeated": ("warning", "Prompts occur several times", "recipes.md#tasks"),
     "warmup-too-long": ("warning", "The learning rate never reaches its full value", "learning.md#learning-rate"),
     "fields-unused": ("warning", "Fields are set that have no effect", "errors.md#before-a-run"),
-    "max-lag-too-small": ("warning", "The lag limit is below the lag that full actors cause", "architecture.md#staleness"),
+    "max-lag-too-small": ("warning", "algorithm.max_lag is below the lag that fully loaded actors cause", "architecture.md#staleness"),
     LACKING: ("note", "This machine lacks something that the recipe needs", "errors.md#before-a-run"),
 }
 """Gravity, meaning and page of each finding of the checks of `pipelinerl validate`, by id. Causes precede effects."""
@@ -174,30 +174,32 @@ _DAMAGED = re.compile(rf"Ã[\x80-¿]|â€|\ufffd|&(amp|lt|gt|quot|nbsp|#\d+);|{
 def problems(view: SetView) -> Rows:
     """Examine prompts and references.
 
-    prompts-fill-context (recipes.md#tasks): Prompts leave no room for an answer: the longest one reaches model.max_context, or
-        the median one leaves less than half of max_tokens; grave if the median one leaves nothing.
-    columns-mixed (recipes.md#tasks): A wrong column is read: one of these cases applies to 90 % of the rows, and to at least 8.
-        Grave: the prompt is the answer.
-        Grave: the prompt contains the answer after the text that the reward looks for.
-        Grave, or a warning if the recipe has a system prompt or an instruction: the prompt is a file name, an address or a
-        hash, or the prompts of at least 20 rows are consecutive numbers.
-        Warning: the prompt begins or ends with the answer.
-        Warning: the answers of at least 20 rows are consecutive numbers, but the prompts are not.
-        Warning: the answers of at least 20 rows are single letters, but the prompts offer no choices.
-        Note: the answer is a number that occurs in the prompt.
-    references-shifted (recipes.md#tasks): Answers belong to the question before or after: in at least 50 rows, prompts share
-        more words with the answer of the previous (or of the next) row than with their own answer. On average, the excess is
-        over a tenth of an answer's words, and over 5 standard errors. Turns of the assistant are left out of prompts. There is
-        no finding if prompts are numbered, or if the answer two rows away gives more than half of this excess, as in windows
-        of a time series.
-    one-answer (recipes.md#tasks): Problems have the same answer: at least 20 references are equal; grave if all are, a warning
-        from 95 %, a note from 80 %.
-    references-unmatched (recipes.md#rewards): References do not look like answers of completions: one of these cases applies to
-        the first 200 references. Half of them have 8 or more words. Or 5 % are nan, none or null. Or 5 % are LaTeX, or numbers
-        with a unit, separators or markup, while the scorer compares texts. Or 5 % (grave: half) earn nothing, although trial
-        calls write them as reward.answer_pattern expects.
-    heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: 5 % of them in a set, compared without
-        case, punctuation and spaces.
+    prompts-fill-context (recipes.md#tasks): Prompts leave too little room for an answer: The longest prompt reaches
+        model.max_context, or the median prompt leaves less than half of max_tokens for the answer. The finding is grave if the
+        median prompt reaches model.max_context.
+    columns-mixed (recipes.md#tasks): Prompts and answers seem to be read from wrong columns: One of these cases applies to at
+        least 90 % of the rows, and to at least 8 rows.
+        The prompt is the answer. This is grave.
+        The prompt contains the answer after the text that the reward looks for. This is grave.
+        The prompt is a file name, an address or a hash; or the prompts of at least 20 rows are consecutive numbers. This is
+        grave, but a warning if the recipe has a system prompt or an instruction.
+        The prompt begins or ends with the answer. This is a warning.
+        The answers of at least 20 rows are consecutive numbers, but the prompts are not. This is a warning.
+        The answers of at least 20 rows are single letters, but the prompts offer no choices. This is a warning.
+        The answer is a number that occurs in the prompt. This is a note.
+    references-shifted (recipes.md#tasks): Each answer belongs to the question in the row before or after it: In at least 50
+        rows, prompts contain a larger share of the words of the previous row's answer (or of the next row's) than of their own
+        answer's words. The mean difference of the shares exceeds 0.1 and 5 standard errors. Messages of the assistant in a
+        prompt do not count. Prompts with consecutive numbers are not examined. There is no finding if the answer two rows away
+        gives more than half of this difference, as in windows of a time series.
+    one-answer (recipes.md#tasks): Most problems have the same answer: At least 80 % of the references, and at least 20, are
+        equal. The finding is grave if all are equal, a warning from 95 %, and otherwise a note.
+    references-unmatched (recipes.md#rewards): Some references are unlikely to match any answer: One of these cases applies to
+        the first 200 references. At least half have 8 or more words. Or 5 % are missing values, such as nan or null. Or 5 % are
+        LaTeX, or numbers with a unit, separators or markup, although the scorer compares texts. Or the reward rejects 5 % even
+        if they are written as reward.answer_pattern expects; this case is grave from half of them.
+    heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: At least 5 % of a set's held-out problems
+        also occur in training data, if case, punctuation and spaces are ignored.
     """
     at, limit, texts = view.place, view.recipe.model.max_context, sorted(view.texts, key=len) or [""]
     middle, longest = view.tokens(texts[len(texts) // 2]), view.tokens(texts[-1])
@@ -324,17 +326,19 @@ def _hits(texts: Iterable[str], *patterns: re.Pattern[str]) -> list[str]:
 def texts(view: SetView) -> Rows:
     """Examine templates, damaged texts and the numbers of problems.
 
-    template-unused (recipes.md#chat-templates): An instruction-tuned model gets prompts without its chat template: the prompts
-        are plain, but the model is smollm2, or its name has instruct, chat, it or thinking. Or model.chat_template has neither
-        add_generation_prompt nor assistant, or messages have roles other than system, developer, user, assistant and tool.
-    template-twice (recipes.md#chat-templates): Prompts contain parts of a chat template as plain text: half of the prompts do,
-        or a field of the recipe does.
-    texts-damaged (recipes.md#tasks): Prompts are damaged: 5 % of them, or a field of the recipe, have a placeholder such as
-        {question}, or characters of a wrong encoding or of HTML; or 10 to 90 % are cut at the same length.
-    problems-few (recipes.md#tasks): Few problems are trained on so often that the policy may learn them by heart: each problem
-        100 times; a note.
-    evaluation-blind (recipes.md#evaluation): Evaluations say nothing: evaluation.every_steps exceeds both the run's length and
-        100, or a set has one held-out problem; a note.
+    template-unused (recipes.md#chat-templates): Prompts do not have the chat format that the model was trained on: Prompts are
+        plain, although the model is instruction-tuned: it is smollm2, or its name has the word instruct, chat, it or thinking.
+        Or model.chat_template contains neither add_generation_prompt nor assistant. Or messages have roles other than system,
+        developer, user, assistant and tool.
+    template-twice (recipes.md#chat-templates): Prompts contain parts of a chat template as plain text: At least half of the
+        prompts, or a text in the recipe, contain a marker such as [INST].
+    texts-damaged (recipes.md#tasks): Prompts are damaged: At least 5 % of the prompts, or a text in the recipe, contain an
+        unfilled placeholder such as {question}, characters of a wrong encoding, or HTML codes. Or 10 to 90 % of the prompts are
+        cut at the same length.
+    problems-few (recipes.md#tasks): Few problems are trained on so often that the policy may learn them by heart: The run
+        trains on each problem at least 100 times. The finding is a note.
+    evaluation-blind (recipes.md#evaluation): Evaluations are too rare or too small to show progress: evaluation.every_steps
+        exceeds both trainer.steps and 100, or a set has only one held-out problem. The finding is a note.
     """
     at, model, task, texts = view.place, view.recipe.model, view.share.task, view.texts
     tuned = re.search(r"(?i)(?<![a-z])(instruct|chat|it|thinking)(?![a-z])(?!.*base)", model.name.rpartition("/")[2])
@@ -377,33 +381,36 @@ def texts(view: SetView) -> Rows:
 def rewards(view: SetView) -> Rows:
     r"""Examine rewards, and the form and length of answers.
 
-    terms-outweigh (recipes.md#rewards): Another term outweighs the answer: format_weight is below 0 or reaches reward.correct;
-        overlong.penalty exceeds 2 · reward.correct; overlong.buffer_tokens exceeds max_tokens / 2; or format_pattern
-        matches an empty text.
-    wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: in trial calls, an empty completion earns half
-        of reward.correct (grave, unless your own function scores). Or your own function scores, and at least 4 wrong answers
-        earn about as much as right ones on average, or each of at least 4 wrong numbers that contain the right number, such as
-        1420 for 42, earns as much as the right number.
-    reward-slow (recipes.md#rewards): Rewards take long: the median trial call takes a quarter of timeout_s; a note.
-    form-unsaid (recipes.md#rewards): Prompts do not ask for the form that the reward reads: one of these cases applies.
-        Prompts forbid, or do not mention, what the reward looks for: \boxed, JSON, or the text with which
-        reward.answer_pattern or reward.format_pattern begins.
+    terms-outweigh (recipes.md#rewards): A format or length term of the reward misleads the policy: reward.format_weight is
+        below 0 or reaches reward.correct. Or reward.format_pattern matches an empty text. Or overlong.penalty exceeds 2 ·
+        reward.correct. Or overlong.buffer_tokens exceeds max_tokens / 2.
+    wrong-paid (recipes.md#rewards): An empty or wrong completion earns a reward: In trial calls, an empty completion earns at
+        least half of reward.correct; this is grave unless your own function scores. Or your own function gives at least 4 wrong
+        answers about as much as right ones on average. Or it gives each of at least 4 wrong numbers that contain the right
+        number, such as 1420 for 42, as much as the right number.
+    reward-slow (recipes.md#rewards): Rewards take long: The median trial call takes over a quarter of reward.timeout_s. The
+        finding is a note.
+    form-unsaid (recipes.md#rewards): Completions are unlikely to have the form that the reward reads: One of these cases holds.
+        Prompts forbid, or do not mention, what the reward looks for: \boxed, JSON, or the text with which reward.answer_pattern
+        or reward.format_pattern begins.
         Prompts ask for steps, but answer_pattern begins with ^.
         The scorer compares texts, and prompts ask for a box that answer_pattern does not read.
         The scorer compares texts without an answer_pattern, and prompts ask for a box or for steps.
         The chat template writes the <think> that format_pattern expects in the completion.
-        Grave: a small model of this package never writes what answer_pattern reads.
-    groups-small (learning.md#from-rewards-to-advantages): Few groups have different rewards: sampling.group_size is 2 and
-        rewards are 0 or 1; a note. If answers are right with probability p, rewards differ in 2 p (1 - p) of the groups.
-    max-tokens-small (learning.md#truncated-completions): Answers do not fit into max_tokens: half of the references, written in
-        the expected form, or a packaged model's usual output, are longer (grave; a warning if your own function scores). Or
-        max_tokens is under 128 although prompts ask for reasoning, or under 1,024 although the model thinks first.
-    stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: it occurs in 5 % of the references
-        (grave from half), in reward.answer_pattern (grave), or in what the prompt tells the policy to write before the answer.
-        Or it is blank or a single character, and prompts ask for steps.
-    judge-misled (recipes.md#another-model-as-judge): The judge cannot mark well: its template has neither {prompt} nor
-        {reference}, does not ask for the form that judge.pattern reads, or names a highest mark other than full_marks; or
-        judge.pattern reads only some digits of full_marks.
+        The model is a small one of this package, and never writes what answer_pattern reads. This is grave.
+    groups-small (learning.md#from-rewards-to-advantages): Rewards seldom differ within a group: sampling.group_size is 2, and
+        an answer earns either nothing or full marks. The finding is a note. If answers are right with probability p, the two
+        rewards differ in 2 p (1 - p) of the groups.
+    max-tokens-small (learning.md#truncated-completions): Completions do not fit into max_tokens: Half of the references,
+        written in the form that the reward reads, or a packaged model's usual output are longer; this is grave unless your own
+        function scores. Or max_tokens is under 128 although prompts ask for reasoning, or under 1,024 although the model
+        reasons before it answers.
+    stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: The stop text occurs in over 5 % of
+        the references (grave from half), in reward.answer_pattern (grave), or in what the prompt tells the policy to write
+        before the answer. Or it is blank or a single character, and prompts ask for steps.
+    judge-misled (recipes.md#another-model-as-judge): The judge's marks are arbitrary or misread: judge.template has neither
+        {prompt} nor {reference}, does not ask for the form that judge.pattern reads, or names a highest mark other than
+        judge.full_marks. Or judge.pattern reads only some digits of full_marks.
     """
     at, reward, right, limit = view.place, view.share.reward, view.share.reward.correct, view.share.max_tokens
     tokens, penalty = reward.overlong.buffer_tokens, reward.overlong.penalty

@@ -49,23 +49,27 @@ _MOST_KL = {"float32": 1e-3, "bfloat16": 0.05}
 def losses(run: RunRecords) -> Rows:
     """Examine what becomes of sequences and steps.
 
-    rewards-fail (errors.md#reasons): The reward fails instead of giving a number: for 5 % of the sequences; grave from 50 %.
+    rewards-fail (errors.md#reasons): The reward fails instead of giving a number: This happens to at least 5 % of the
+        sequences. The finding is grave from 50 %.
     episodes-fail (episodes.md#how-long-it-may-take-and-what-fails-how): Episodes fail because of the environment, not of the
-        policy: 5 % of the episodes; grave from 50 %.
-    actor-differs (weight-updates.md#the-parity-probe): An actor's probabilities differ from those of its policy: a sequence of
-        a quarantined actor arrived.
-    sequences-lost (errors.md#reasons): Sequences are lost on their way to the trainer: 5 % of the sequences; grave from 50 %.
-    steps-skipped (learning.md#the-optimizer): Steps change no weight, as the loss or gradient is not finite: at least one step;
-        grave if half of the last 20 were skipped.
-    dropped-stale (architecture.md#staleness): Sequences are too old when their step comes: in a run of at least 12 steps, over
-        2 % of the sequences, which is twice what plans accept; in a shorter run, over 50 %. Grave from 50 %.
-    dropped-filtered (learning.md#from-rewards-to-advantages): Groups are dropped because their rewards are equal: 90 % of the
-        sequences; grave if no step was made.
-    run-failed (errors.md): The run failed: its summary has an error, or it ended without an optimizer step and was not stopped
-        by hand. Without an error, runs younger than 10 minutes may still be running, and are not reported.
-    steps-lost (reliability.md#the-trainer): A restart undid optimizer steps: metrics-undone.jsonl has at least one; a note.
-    disk-fills (run-directory.md): The disk will be full before the end: free space is less than one more checkpoint plus the
-        expected growth of the other files.
+        policy: This happens to at least 5 % of the sequences. The finding is grave from 50 %.
+    actor-differs (weight-updates.md#the-parity-probe): An actor's probabilities differ from those of its policy: At least one
+        sequence failed because its actor was in quarantine. The finding is grave from 50 % of the sequences.
+    sequences-lost (errors.md#reasons): Sequences are lost on their way to the trainer: At least 5 % of the sequences fail for a
+        reason that has no rule of its own, such as a prompt that is too long. The finding is grave from 50 %.
+    steps-skipped (learning.md#the-optimizer): Steps change no weight, as the loss or gradient is not finite: This happens in at
+        least one step. The finding is grave if at least half of the last 20 steps were skipped.
+    dropped-stale (architecture.md#staleness): Sequences are too old for their step, and are dropped: This happens to over 2 %
+        of the sequences in a run of at least 12 steps (plans accept half of that), or to over 50 % in a shorter run. The
+        finding is grave from 50 %.
+    dropped-filtered (learning.md#from-rewards-to-advantages): Groups are dropped because their rewards are equal: At least 90 %
+        of the sequences are dropped for this reason. The finding is grave if no step has changed weights.
+    run-failed (errors.md): The run failed: Its summary has an error. Or the run ended without an optimizer step and was not
+        stopped by hand. A run without an error that is younger than 10 minutes is not reported, as it may still be running.
+    steps-lost (reliability.md#the-trainer): A restart undid optimizer steps: metrics-undone.jsonl lists at least one such step.
+        The finding is a note.
+    disk-fills (run-directory.md): The disk will be full before the end of the run: Free space is less than one more checkpoint
+        plus the expected growth of the run's files.
     """
     steps, recipe, lag = run.steps, run.recipe, run.recipe.algorithm.max_lag
     for id_, prefixes, field, fix in _LOST:
@@ -103,16 +107,18 @@ def numerics(run: RunRecords) -> Rows:
     """Examine probabilities, importance weights and gradients.
 
     engine-differs (weight-updates.md#the-parity-probe): Actors and trainer compute different probabilities of the same policy:
-        an answer failed the parity probe (grave: 3 answers); or the median mismatch_kl reaches 0.001 nats, in 16 bits 0.05
-        (grave: ten times that). Steps with sequences of several versions do not count.
-    ess-low (learning.md#lag-and-ess): Importance weights vary so much that few tokens count: the ESS is below 0.5. If it is
-        above 0.8 at the smallest lag, lag is the cause.
-    tokens-cut (learning.md#masks): The loss leaves many tokens out: a mask removes half of them (grave from 95 %), or the loss
-        clips a quarter in the last steps (grave from 75 %).
-    gradient-clipped (learning.md#the-optimizer): Gradients are clipped, so that steps differ only in direction: in 9 of 10
-        steps, to a bound below a fifth of the mean norm.
-    policy-unmoved (learning.md#learning-rate): Steps hardly change the policy: in float32, no |log weight| reaches 0.002
-        although the lag is above 0 (a policy that learns exceeds 0.01); or every gradient has a norm under 1e-6.
+        An actor's answer fails the parity probe; this is grave from 3 answers. Or the median mismatch_kl of the last steps
+        reaches 0.001 nats in float32, or 0.05 nats in bfloat16; this is grave from ten times as much. The median leaves out
+        steps with sequences that several versions sampled.
+    ess-low (learning.md#lag-and-ess): Importance weights vary so much that few tokens count: The ESS of the last steps is below
+        0.5. If the ESS of the tokens with the smallest lag is above 0.8, the finding names lag as the cause.
+    tokens-cut (learning.md#masks): The loss leaves many tokens out: A mask removes at least half of the tokens (grave from
+        95 %), or the loss clips over a quarter of them in the last steps (grave from 75 %).
+    gradient-clipped (learning.md#the-optimizer): Gradients are clipped, so that steps differ only in direction: At least 90 %
+        of the steps are clipped, and the mean norm of the gradient exceeds five times the bound.
+    policy-unmoved (learning.md#learning-rate): Steps hardly change the policy: In float32, no |log w| of an importance weight w
+        reaches 0.002 although the lag is above 0, while a policy that learns exceeds 0.01. Or all gradient norms are under
+        1e-6.
     """
     algorithm, trainer, rate = run.recipe.algorithm, run.recipe.trainer, run.recipe.trainer.learning_rate
     alike = [step for step in run.trained if not step.get("multi_version_fraction")]
@@ -150,19 +156,19 @@ def numerics(run: RunRecords) -> Rows:
 def policy(run: RunRecords) -> Rows:
     """Examine whether the policy becomes worse.
 
-    kl-grows (learning.md#losses): The policy has moved far from the initial one: the KL exceeds 1 nat per token and ten times
-        its first value, in a run that has not learned.
-    entropy-explodes (learning.md#losses): The policy becomes random: the entropy exceeds 1 nat and twice its first value, in a
-        run that has not learned; grave if the reward has collapsed.
-    policy-collapsed (learning.md#learning-rate): The reward has fallen far below its start: it is under half of its first
-        value, and fell by 3 standard errors.
-    entropy-collapsed (learning.md#losses): The policy has become certain without having learned: the entropy is below a
-        twentieth of its first value, and the reward below 0.9 of that for a right answer.
-    heldout-apart (recipes.md#evaluation): Held-out accuracy falls behind training: the 95 % interval of the last accuracy lies
-        below that of the first, or below a third of the share of right answers in training. In the second case, held-out
-        answers also earn less than a third of what answers earn in training.
-    heldout-unanswered (recipes.md#evaluation): Held-out problems stay unanswered: an evaluation lacks half of its answers, or
-        no evaluation has ended.
+    kl-grows (learning.md#losses): The policy has moved far from the initial one without learning: The KL per token in the last
+        steps exceeds 1 nat and ten times its value in the first steps.
+    entropy-explodes (learning.md#losses): The policy becomes random without learning: The entropy in the last steps exceeds 1
+        nat and twice its value in the first steps. The finding is grave if policy-collapsed also applies.
+    policy-collapsed (learning.md#learning-rate): The reward has fallen far below its start: It is under half of its first
+        value, and lower by more than 3 standard errors.
+    entropy-collapsed (learning.md#losses): The policy has become certain without having learned: The entropy is below a
+        twentieth of its first value, and the mean reward is below 90 % of reward.correct.
+    heldout-apart (recipes.md#evaluation): Held-out accuracy falls, or is far below the accuracy in training: The last 95 %
+        interval of the held-out accuracy lies below the first one. Or it lies below a third of the share of right answers in
+        training, and held-out answers also earn less than a third of what answers earn in training.
+    heldout-unanswered (recipes.md#evaluation): Held-out problems stay unanswered: At least half of the answers of an evaluation
+        are missing, or no evaluation has ended.
     """
     algorithm, rate, best = run.recipe.algorithm, run.recipe.trainer.learning_rate, run.first_task.reward.correct
     kls, entropies, rewards = ((run.early(key), run.late(key)) for key in ("reference_kl", "entropy", "reward_mean"))
@@ -202,9 +208,10 @@ def _lacks_half(evaluation: Mapping[str, Any], asked: int) -> bool:
 def speed(run: RunRecords) -> Rows:
     """Examine which part of the run keeps the others waiting.
 
-    bottleneck (training.md#reading-the-figures): One part keeps the others waiting: max_lag_too_small is true in half of the
-        steps; the mean lag exceeds both 4 and the predicted largest lag; weight updates take 20 % of the time; the trainer
-        waits half of the time; or the trainer computes 90 % of the time while actors are busy less than half of it. A note.
+    bottleneck (training.md#reading-the-figures): One part of the run keeps the others waiting: max_lag_too_small is true in at
+        least half of the last steps. Or their mean lag exceeds both 4 and the predicted largest lag. Or weight updates take
+        20 % of the trainer's time. Or the trainer waits for half of its time. Or it computes for 90 % of its time, while actors
+        are busy for less than half of theirs. The finding is a note.
     """
     actor, busy, lag, predicted = run.recipe.actor, *map(run.late, ("actor_busy_fraction", "lag.mean", "largest_lag"))
     total, *seconds = (run.late(f"step_s.{one}") for one in ("total", "wait", "compute", "send", "snapshot"))

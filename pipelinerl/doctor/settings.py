@@ -38,13 +38,16 @@ class Settings:
 def optimizer(view: Settings) -> Rows:
     """Examine the optimizer.
 
-    learning-rate-high (learning.md#learning-rate): The learning rate destroys the model: it exceeds 5e-5; for adapters, 0.004 /
-        scaling; for other models of under 20 million parameters, 0.01. Grave from 20 times the limit.
-    learning-rate-low (learning.md#learning-rate): The learning rate cannot change the policy: in 50 or more steps, rate × steps
-        is under 3e-5 in 16 bits (half the spacing of bfloat16 at 0.01), or 1e-6 in float32. With adapters, these limits
-        apply to the movement of B · A at a width of 4,096. Grave from a tenth of the limit.
-    optimizer-settings (learning.md#the-optimizer): AdamW undoes or loses its steps: weight decay shrinks weights by 5 % in the
-        run (grave: by half), epsilon exceeds the elements of a clipped gradient (grave: tenfold), or beta1 is at least √beta2.
+    learning-rate-high (learning.md#learning-rate): The learning rate is so high that it destroys the model: It exceeds a limit:
+        with adapters, 0.004 divided by their scaling; without adapters, 0.01 for models of under 20 million parameters, and
+        5e-5 for others. The finding is grave from 20 times the limit.
+    learning-rate-low (learning.md#learning-rate): The learning rate is too low to change the policy: In a run of at least 50
+        steps, the rate times the number of steps is under a limit: 3e-5 in 16 bits (half the spacing of bfloat16 numbers at
+        0.01), or 1e-6 in float32. With adapters, the limit applies to the movement of their product B · A at a width of 4,096.
+        The finding is grave at a tenth of the limit or less.
+    optimizer-settings (learning.md#the-optimizer): Settings of AdamW undo its steps or make them too small: Weight decay
+        shrinks weights by over 5 % in the run (grave from half). Or epsilon exceeds the typical element of a clipped gradient
+        (grave from ten times). Or beta1 is at least √beta2.
     """
     recipe, trainer, lora, rate = view.recipe, view.recipe.trainer, view.recipe.trainer.lora, view.recipe.trainer.learning_rate
     most, usual = (4e-3 / lora.scaling, 1e-5) if lora else (1e-2, 1e-4) if view.is_toy else (5e-5, 1e-6)
@@ -71,18 +74,19 @@ def optimizer(view: Settings) -> Rows:
 def ranges(view: Settings) -> Rows:
     """Examine fields that have a usual range.
 
-    temperature (learning.md#from-rewards-to-advantages): Completions of a group are too similar or too random: the temperature
-        is below 0.5 (grave: 0.1) or above 1.5 (grave: 2), or that of held-out answers is above 1.5.
-    penalty-dominates (learning.md#losses): A term outweighs the reward: kl_coefficient is above 0.2 (grave: 10),
-        entropy_coefficient above 0.05 (grave: 1), value_coefficient above 5 (grave: 1,000), or trainer.value_learning_rate
-        above 0.05 (grave: 1).
+    temperature (learning.md#from-rewards-to-advantages): Completions are too similar or too random: sampling.temperature is
+        below 0.5 (grave: 0.1 or less) or above 1.5 (grave: 2 or more), or evaluation.temperature is above 1.5.
+    penalty-dominates (learning.md#losses): Another term of the loss outweighs the reward, or the value head learns too fast:
+        kl_coefficient is above 0.2 (grave from 10), entropy_coefficient above 0.05 (grave from 1), or value_coefficient above 5
+        (grave from 1,000). Or trainer.value_learning_rate is above 0.05 (grave from 1).
     bounds-wrong (learning.md#losses): The loss's bounds keep few tokens, or bound nothing: clip_high is outside 0.01 to 10
-        (cispo: above 10; gspo: above 0.05), clamp is outside 1 to 100, mask_low or mask_high is within 10 % of 1 (grave:
-        1 %), or mask_kl is under 0.001.
-    reward-scale (recipes.md#rewards): Rewards have an unusual size: reward.correct, or the largest reward of your function in a
-        trial call, is above 50 or under 0.01; a note if advantages are divided by the standard deviation of rewards.
+        (with cispo, above 10; with gspo, above 0.05), or clamp is outside 1 to 100. Or mask_low or mask_high is within 10 % of
+        1 (grave: within 1 %), or mask_kl is under 0.001.
+    reward-scale (recipes.md#rewards): Rewards are unusually large or small: reward.correct, or the largest reward that your
+        function gives in a trial call, is above 50 or under 0.01. The finding is a note if advantages are divided by the
+        standard deviation of rewards.
     batch-small (learning.md#from-rewards-to-advantages): Too few problems shape the gradient: trainer.batch_size equals
-        sampling.group_size, or a task of the mixture gets under 10 groups in the whole run.
+        sampling.group_size, so that a step has one problem. Or a task of the mixture gets under 10 groups in the whole run.
     """
     recipe, size = view.recipe, view.recipe.sampling.group_size
     loss, mask = recipe.algorithm.loss, recipe.algorithm.mask
