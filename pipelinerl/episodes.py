@@ -186,7 +186,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     for parameter in signature.parameters.values():
         what = f"tool {name}: parameter {parameter.name}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise UserError(f"{what} cannot be passed by name, as models pass all arguments; declare it without *, ** or /")
+            raise UserError(f"{what} cannot be passed by name, as models pass every argument; declare it without *, ** or /")
         if parameter.name not in hints:
             bound = f"bind the method in start: self.tools = [self.{name}]" if parameter.name == "self" else ""
             raise UserError(f"{what} has no type hint; {bound or f'write one, such as {parameter.name}: str'}")

@@ -38,8 +38,8 @@ class Figure:
     """True if the metric keeps its value at a step without the figure, instead of having none."""
     on_page: bool = False
     event: type | None = None
-    """For a figure about events since the previous step, such as evaluations: the type whose call without arguments returns the
-    value that stands for no events: 0, 0.0, [] or, for `NoneType`, None. For every other figure, `event` is None."""
+    """For a figure about events since the previous step, such as evaluations: the type of the figure. Called without arguments,
+    it returns the value for no events: 0, 0.0, [] or None. For every other figure, `event` is None."""
     summary: Mapping[str, Reduction] = field(default_factory=dict)
     """Keys in summary.json with their reductions. `ess.mean` is the key `mean` of the object `ess`."""
     weight: str = ""
@@ -226,7 +226,7 @@ _COMBINED: Mapping[Reduction, Callable[[float, float, float], float]] = {
 
 
 def reduce_step(reduced: Reduced, record: Mapping[str, Any], *, events: bool) -> None:
-    """Add one record's finite numbers to `reduced`: the figures of events if `events` is true, else all others."""
+    """Combine a record's finite numbers with `reduced`: only figures about events if `events` is true, else only the others."""
     for key, (reduction, figure) in RUN_FIGURES.items():
         value, is_event = record.get(figure.key), figure.event is not None
         if is_event is not events or value is None or not math.isfinite(value) or (figure.trained and record.get("skipped")):

@@ -85,5 +85,5 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def reserved_groups(path: Path) -> int:
-    """Return how many group numbers are reserved, counted from 0. Groups with these numbers may be on the streams."""
+    """Return n if the group numbers from 0 to n - 1 are reserved. Groups with these numbers may be on the streams."""
     return max((event["groups"] for _, event in read_events(path) if event["event"] == "reserve"), default=0)

@@ -54,8 +54,8 @@ def authorization(runs: str | Iterable[str], passwords: Mapping[str, str]) -> di
 
 
 def _trainer(subjects: Subjects) -> list[str]:
-    """Return the subjects to which the trainer publishes. It creates and reads every stream, publishes prompts and orders,
-    and purges SEQUENCES. It recreates PROMPTS and SEQUENCES after a rollback. It writes and deletes parts of the weight log."""
+    """Return the subjects to which the trainer publishes: prompts, orders, parts of the weight log, and requests to JetStream.
+    With requests, it creates and reads every stream, purges SEQUENCES, and recreates PROMPTS and SEQUENCES after a rollback."""
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [
         subjects.prompts,
@@ -76,8 +76,8 @@ def _trainer(subjects: Subjects) -> list[str]:
 
 
 def _actor(subjects: Subjects) -> list[str]:
-    """Return the subjects to which an actor publishes. It takes prompt groups, reads orders and the weight log, and publishes
-    its registration, sequences, answers, hand-overs and dead letters."""
+    """Return the subjects to which an actor publishes, also to request data from JetStream. It requests prompt groups, orders
+    and the weight log, and publishes its registration, sequences, answers, hand-overs and dead letters."""
     filled = (subjects.prompts_stream, subjects.sequences_stream, subjects.dead_stream)
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [

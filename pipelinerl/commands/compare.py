@@ -43,7 +43,7 @@ CURVES = ("heldout_accuracy", "reward_mean", "completion_tokens_mean", "lag.mean
 _TOTALS = {"Sequences trained": ("sequences.trained", 0), "Mean lag": ("lag.mean", 2), "Mean ESS": ("ess.mean", 3)}
 """Key in a summary and number of decimals, by label."""
 _MEASURES = ("modules/", "task.", "tasks", "reward.", "evaluation.sets", "evaluation.temperature")
-"""Prefixes of fields and facts. If a field or fact with one of them differs, rewards and accuracies are hardly comparable."""
+"""Prefixes of names in `ComparedRun.fields`. If fields with such names differ, rewards and accuracies are hardly comparable."""
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 

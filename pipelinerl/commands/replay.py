@@ -29,7 +29,7 @@ _DECIDED_EARLIER = (
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Replay the steps. Return the exit code: 1 if a version's digest differs from the recorded one."""
+    """Compute recorded steps again. Return the exit code: 1 if a version's digest differs from the recorded one."""
     run, recipe = _recorded(args.run)
     if args.tokens and args.step is None:
         raise FieldError("--tokens", True, "needs --step N, whose tokens it shows")

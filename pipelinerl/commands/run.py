@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
-    """Return the ports of the live page (None: no page) and of the runner's metrics; 0 = any free port. Raises `FieldError`."""
+    """Return ports for the live page (None: no page) and the runner's metrics; 0 = any. Raises `FieldError` for a taken one."""
     for option, port in (("--page-port", args.page_port), ("--metrics-port", args.metrics_port)):
         if not 0 <= port <= 65535:
             raise FieldError(option, port, "give a port from 1 to 65535, or 0 for any free one")
@@ -107,7 +107,7 @@ def resume(
     run_dir: RunDir, recipe: str | None = None, overrides: Sequence[str] = (), reward_rows: int = 0, placement: str = ""
 ) -> tuple[Recipe, list[str], tuple[Recipe, Placement | None, list[str]]]:
     """Prepare a run's folder for a new start, with the recipe stored there or with the one named `recipe`. Return the recipe,
-    notes for the user, and the result of `placed_here`. Raises `UserError`, and changes nothing, if the run cannot continue."""
+    notes for the user, and what `placed_here` returns. Raises `UserError`, and changes nothing, if it cannot continue."""
     old = loading.read_recipe(run_dir.recipe)
     for field in read_json(run_dir.placement).get("automatic") or []:
         loading.set_value(old, field.split("."), "auto")  # A placement had replaced `auto` with a number.

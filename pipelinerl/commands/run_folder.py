@@ -1,6 +1,6 @@
 """`pipelinerl report`, `pipelinerl audit` and `pipelinerl dead-letters`, which read a run. Only `report` writes a file.
 
-The user names the folder of a local run, or a NATS server and a run's name. In a pod, the environment names server and run.
+The user names the folder of a local run, or a NATS server and a run's name. In a pod, environment variables name both.
 While a local run is running, its own nats-server is used. After its end, a temporary nats-server serves a copy of its streams.
 """
 
@@ -135,7 +135,7 @@ _STOP_WITHIN_S = 5.0
 
 def _streams_of(args: argparse.Namespace, run: str) -> partial[Any] | None:
     """Return a function that opens the run's streams: on the NATS server in the arguments, else in the folder in the arguments,
-    else on the NATS server in the environment. Return None if none is known. Raises `FieldError` for an invalid run name."""
+    else on the NATS server in environment variables; None without all three. Raises `FieldError` for an invalid run name."""
     if args.nats:
         return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
     if args.run_dir and (args.run_dir / "nats" / _STORE).is_dir():

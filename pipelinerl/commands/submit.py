@@ -41,7 +41,7 @@ def submit(args: argparse.Namespace) -> int:
         submission.check_folder(folder)
     for file in args.values:
         if not file.is_file() or "," in str(file):
-            raise FieldError("--values", str(file), "is no file, or Helm splits its path at a comma; give another file")
+            raise FieldError("--values", str(file), "is no file, or has a comma, at which Helm splits paths; give another file")
     release = Release(name, _client(args), args.output, recipe.trainer.steps if recipe else 0)
     release.left = release.left if recipe else release.goes_on
     try:

@@ -166,7 +166,7 @@ def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _largest_lag(recipe: Recipe) -> str:
-    """Return the largest lag. In pipeline mode, it may depend on the mean length, so it is computed for two assumed means."""
+    """Return the largest lag as text. In pipeline mode, it depends on the mean completion length, so two means are assumed."""
     longest, actors = recipe.max_tokens, recipe.actor.number
     if recipe.mode == "conventional":
         return f"{recipe_lag(recipe, actors)}: algorithm.conventional_g - 1"

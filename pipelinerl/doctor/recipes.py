@@ -35,7 +35,7 @@ ADOPTED: dict[str, tuple[Gravity, str, str]] = {
     "prompts-repeated": ("warning", "Prompts occur several times", "recipes.md#tasks"),
     "warmup-too-long": ("warning", "The learning rate never reaches its full value", "learning.md#learning-rate"),
     "fields-unused": ("warning", "Fields are set that have no effect", "errors.md#before-a-run"),
-    "max-lag-too-small": ("warning", "algorithm.max_lag is below the lag that fully loaded actors cause", "architecture.md#staleness"),
+    "max-lag-too-small": ("warning", "The lag limit is below the lag that busy actors cause", "architecture.md#staleness"),
     LACKING: ("note", "This machine lacks something that the recipe needs", "errors.md#before-a-run"),
 }
 """Gravity, meaning and page of each finding of the checks of `pipelinerl validate`, by id. Causes precede effects."""
@@ -347,7 +347,7 @@ def texts(view: SetView) -> Rows:
     steps, every = view.recipe.trainer.steps, view.recipe.evaluation.every_steps
     times = steps * groups_per_step(view.recipe) / len(view.recipe.mixture) / max(1, view.num_trained)
     roles, num = [*set(view.roles) - {"system", "developer", "user", "assistant", "tool"}], len(texts)
-    twice, patterns = "leave it out; prompt_style: chat writes it", (_CONTROL, _SPEAKER)[: 1 + (task.prompt_style == "chat")]
+    twice, patterns = "leave it out; prompt_style: chat adds it", (_CONTROL, _SPEAKER)[: 1 + (task.prompt_style == "chat")]
     longest = max(map(len, texts), default=0)
     cut = [text[-60:] for text in texts if len(text) == longest >= 100 and text[-1] not in ".?!:)"]
     is_cut = len(cut) <= 0.9 * num and len({*map(len, texts)}) > 4  # with few lengths, equal ones are usual
@@ -356,7 +356,7 @@ def texts(view: SetView) -> Rows:
         control, odd = (_hits([getattr(task, name)], pattern) for pattern in (_CONTROL, _DAMAGED))
         yield "template-twice", False, _odd(control, 1, 1), f"{at}task.{name}", twice
         is_odd = odd and name != "prompt_template"
-        yield "texts-damaged", False, is_odd and _odd(odd, 1, 1), f"{at}task.{name}", "write out what it stands for"
+        yield "texts-damaged", False, is_odd and _odd(odd, 1, 1), f"{at}task.{name}", "replace it by the text that it means"
     yield from (
         ("template-unused", False, not begins and f"{model.chat_template!r:.80}", "model.chat_template",
          "let it begin the assistant's turn if add_generation_prompt is true"),
@@ -427,7 +427,7 @@ def rewards(view: SetView) -> Rows:
         ("terms-outweigh", False, not 0 <= reward.format_weight < right and f"{reward.format_weight:g}",
          f"{at}reward.format_weight", f"use {right / 10:g}"),
         ("terms-outweigh", False, is_open and "it matches an empty text", f"{at}reward.format_pattern",
-         "name what must be there"),
+         "write a pattern that an empty text does not match"),
         ("terms-outweigh", False, tokens and penalty > 2 * right and f"{penalty:g}", f"{at}reward.overlong.penalty",
          f"use {right:g}"),
         ("terms-outweigh", False, tokens > limit / 2 and f"{tokens} of {limit} tokens", f"{at}reward.overlong.buffer_tokens",
@@ -506,9 +506,9 @@ def _judge(view: SetView) -> Rows:
         ("judge-misled", False, not is_asked and f"the pattern is {judge.pattern!r}", f"{at}.template",
          "ask for this form, with an example"),
         ("judge-misled", False, read and best not in read and f"it reads {read[-1:]} in {best}", f"{at}.pattern",
-         "let it take whole numbers"),
+         "let it match all digits of a number"),
         ("judge-misled", False, marks and judge.full_marks not in marks and best, f"{at}.full_marks",
-         f"the template says {max(marks, default=0):g}; use that"),
+         f"the template says {max(marks, default=0):g}; use this number"),
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ SCALE_TRAINER = Permission("statefulsets/scale", "patch", "apps", "patch_namespa
 TRAINER = frozenset({LIST_PODS, WATCH_PODS})
 """Permissions of the trainer, the only service with a token for the Kubernetes API."""
 KEEP = (PATCH_CONFIG, COUNT_ACTORS, SCALE_ACTORS)
-"""Permissions for every value of `on_completion`. A trainer that continues a finished run scales the actors up again."""
+"""Permissions for every value of `on_completion`. Any trainer scales up the actors if an earlier end scaled them to zero."""
 COMPLETION = {"keep": KEEP, "release": (*KEEP, PATCH_REPORT, SCALE_TRAINER), "exit": (*KEEP, SCALE_TRAINER)}
 """Permissions of the trainer in addition to `TRAINER`, by `on_completion`. The Role limits each to one object, by its name."""
 ASK_RIGHTS = Permission("selfsubjectaccessreviews", "create", "authorization.k8s.io", "create_self_subject_access_review")
@@ -340,8 +340,8 @@ ENDED_PHASES = ("Succeeded", "Failed")
 
 @dataclass(frozen=True)
 class PodEnd:
-    """The end of a pod. `still_running`: the API asked the pod to end, and it may run until its grace period is over. If False,
-    its processes are gone, unless `final` is False: then the pod may only have lost the watched labels, and still run."""
+    """The end of a pod. `still_running`: the API asked the pod to end, and it may run until its grace period is over. `final`:
+    False if the pod may only have lost the watched labels, and still run. If neither applies, its processes are gone."""
 
     name: str
     uid: str

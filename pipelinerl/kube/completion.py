@@ -1,6 +1,6 @@
 """The end of a run on a cluster: free the GPUs, keep the report, and publish a state that users and programs can wait for.
 
-They read the state in a ConfigMap of the release: `data.phase` is `Running`, `Finished` or `Failed`, and other keys show the
+The state is in a ConfigMap of the release: `data.phase` is `Running`, `Finished` or `Failed`, and other keys show the
 progress. At the end, unless all pods are kept, the actors are scaled to zero first and the trainer last. The ConfigMap keeps
 the number of actors, so that the run can continue. Scaling uses the subresource `scale`, so that a later upgrade by Helm has no
 conflict.
