@@ -64,8 +64,8 @@ def lengths(run: RunRecords) -> Rows:
     model-broken (learning.md#log-probabilities): The model does not write language even before training: In the first 3 steps,
         at least half of 4 or more completions repeat one token in over half of their length. Or the entropy exceeds 4 nats at a
         temperature of at most 1.5; the entropy of text is 1 to 3 nats.
-    completions-empty (recipes.md#chat-templates): Completions end before they say anything: At least half of 8 or more samples
-        are blank.
+    completions-empty (recipes.md#chat-templates): Completions end before they say anything: Half of at least 8 samples are
+        blank.
     turns-continued (recipes.md#chat-templates): Completions go on with the next turn of the conversation, because nothing ends
         them: This happens in at least half of 8 or more samples of a run that has not learned.
     all-cut (learning.md#truncated-completions): Completions are cut at their length limit: In a run that has not learned, at
@@ -74,8 +74,7 @@ def lengths(run: RunRecords) -> Rows:
     think-unclosed (recipes.md#chat-templates): Reasoning is opened and never closed: This happens in at least half of 8 or more
         samples, and the mean reward is below 0.5. The finding is grave if rewards are equal within groups.
     completions-identical (learning.md#from-rewards-to-advantages): The completions of a group are all the same text: This holds
-        for 75 % of the groups of a run that has not learned. The finding is grave from 95 %, or if rewards are equal within
-        groups.
+        for 75 % of the groups of a run that has not learned. The finding is grave from 95 %, or if rewards are equal in groups.
     """
     samples, limit, temperature = run.trained_samples, run.recipe.max_tokens, run.recipe.sampling.temperature
     begun = [one for one in samples if number_at(one, "step") in (1, 2, 3) and len(one.get("tokens") or ()) >= 16]
@@ -114,8 +113,8 @@ def answers(run: RunRecords) -> Rows:
     """Examine whether rewards find answers, and compare them with references.
 
     answers-absent (recipes.md#rewards): The reward hardly ever finds an answer: It finds one in at most 5 % of the completions.
-        The finding is grave if rewards are equal within groups, or if 5 % of the completions contain the reference although
-        none was found.
+        The finding is grave if rewards are equal within groups, or if 5 % of the completions contain the reference, but the
+        reward missed it.
     answers-misread (recipes.md#rewards): The reward takes another part of the completion as its answer: At least 20 % of 8 or
         more samples end with the reference, but the answer that the reward found is another one and earns nothing. The finding
         is grave if the run has not learned.

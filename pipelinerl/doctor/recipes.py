@@ -388,8 +388,7 @@ def rewards(view: SetView) -> Rows:
         least half of reward.correct; this is grave unless your own function scores. Or your own function gives at least 4 wrong
         answers about as much as right ones on average. Or it gives each of at least 4 wrong numbers that contain the right
         number, such as 1420 for 42, as much as the right number.
-    reward-slow (recipes.md#rewards): Rewards take long: The median trial call takes over a quarter of reward.timeout_s. The
-        finding is a note.
+    reward-slow (recipes.md#rewards): Rewards take long: The median trial call takes over reward.timeout_s / 4. This is a note.
     form-unsaid (recipes.md#rewards): Completions are unlikely to have the form that the reward reads: One of these cases holds.
         Prompts forbid, or do not mention, what the reward looks for: \boxed, JSON, or the text with which reward.answer_pattern
         or reward.format_pattern begins.

@@ -66,8 +66,7 @@ def losses(run: RunRecords) -> Rows:
         of the sequences are dropped for this reason. The finding is grave if no step has changed weights.
     run-failed (errors.md): The run failed: Its summary has an error. Or the run ended without an optimizer step and was not
         stopped by hand. A run without an error that is younger than 10 minutes is not reported, as it may still be running.
-    steps-lost (reliability.md#the-trainer): A restart undid optimizer steps: metrics-undone.jsonl lists at least one such step.
-        The finding is a note.
+    steps-lost (reliability.md#the-trainer): A restart undid optimizer steps: metrics-undone.jsonl lists them. This is a note.
     disk-fills (run-directory.md): The disk will be full before the end of the run: Free space is less than one more checkpoint
         plus the expected growth of the run's files.
     """
@@ -117,8 +116,7 @@ def numerics(run: RunRecords) -> Rows:
     gradient-clipped (learning.md#the-optimizer): Gradients are clipped, so that steps differ only in direction: At least 90 %
         of the steps are clipped, and the mean norm of the gradient exceeds five times the bound.
     policy-unmoved (learning.md#learning-rate): Steps hardly change the policy: In float32, no |log w| of an importance weight w
-        reaches 0.002 although the lag is above 0, while a policy that learns exceeds 0.01. Or all gradient norms are under
-        1e-6.
+        reaches 0.002 although the lag is above 0, while a learning policy exceeds 0.01. Or all gradient norms are under 1e-6.
     """
     algorithm, trainer, rate = run.recipe.algorithm, run.recipe.trainer, run.recipe.trainer.learning_rate
     alike = [step for step in run.trained if not step.get("multi_version_fraction")]
