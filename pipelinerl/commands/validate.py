@@ -1,5 +1,5 @@
 """`pipelinerl validate RECIPE` lists everything that is wrong with a recipe. `pipelinerl doctor RECIPE|RUN` lists why a
-recipe would not learn, or why a run does not, the gravest cause first. Both try the rewards of a recipe, and change nothing.
+recipe would not learn, or why a run does not, the gravest cause first. Both commands try the rewards, and change nothing.
 
 A recipe for a cluster can be checked on a laptop. Things that this machine lacks, such as a GPU, are listed, but the recipe
 still counts as valid. With `--gpu-memory`, `validate` also adds up the memory that is needed.
@@ -185,7 +185,7 @@ def gib_of(text: str) -> float:
 def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldError]:
     """Yield a problem for each size in the chart's values that is too small for the recipe's model: the trainer's volume, the
     weight log in NATS, and the memory of rank 0's pod (docs/training.md). If neither the model's files nor its name on the hub
-    state its size, the check only requires that the volume has a size. (Numbers in a local path are ignored.)"""
+    state its size, the check only requires that the volume has a size."""
     trainer, log_gib, model = values["trainer"], values["nats"]["weightsMaxGib"], None
     size = None if trainer["persistence"].get("existingClaim") else trainer["persistence"]["size"]
     with suppress(FieldError):

@@ -197,7 +197,7 @@ def problems(view: SetView) -> Rows:
     references-unmatched (recipes.md#rewards): Some references are unlikely to match any answer: One of these cases applies to
         the first 200 references. At least half have 8 or more words. Or 5 % are missing values, such as nan or null. Or 5 % are
         LaTeX, or numbers with a unit, separators or markup, although the scorer compares texts. Or the reward rejects 5 % even
-        if they are written as reward.answer_pattern expects; this case is grave from half of them.
+        if they are written as reward.answer_pattern expects; this case is grave from 50 %.
     heldout-trained-on (recipes.md#evaluation): Held-out problems are also trained on: At least 5 % of a set's held-out problems
         also occur in training data, if case, punctuation and spaces are ignored.
     """

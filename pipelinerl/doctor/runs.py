@@ -28,7 +28,7 @@ _OTHERS = tuple(name for name in MEANINGS if not name.startswith(("reward_", *_E
 _LOST = (
     ("rewards-fail", ("reward_",), "reward.scorer", "correct the function; pipelinerl validate RECIPE shows its error"),
     ("episodes-fail", _EPISODES, "task.name", "correct the environment; logs/verifier.log has its error"),
-    ("actor-differs", ("actor_quarantined",), "actor.engine", "compare its GPU and software with those of other actors"),
+    ("actor-differs", ("actor_quarantined",), "actor.engine", "compare this actor's GPU and software with the others'"),
     ("sequences-lost", _OTHERS, "logs", "docs/errors.md lists causes by reason; the logs have the first error"),
 )
 """Rules about failed sequences: a rule's id, the prefixes of the failure reasons that it counts, and the field and fix of its
