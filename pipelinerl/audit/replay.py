@@ -238,7 +238,7 @@ class History:
         return next((start for start in self.starts if start.keep <= offset < start.offset), None)
 
     def counts(self, num_bytes: int) -> bool:
-        """Return whether `num_bytes` is 0, or the journal has so many bytes and no start undid the event that ends there."""
+        """Return whether `num_bytes` is 0, or the journal is that long and no start undid the event that ends there."""
         return num_bytes == 0 or (0 < num_bytes <= self.size and self.undone_by(num_bytes - 1) is None)
 
 

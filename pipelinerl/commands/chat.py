@@ -28,7 +28,7 @@ Ctrl-C stops an answer, Ctrl-D ends the chat."""
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Complete a prompt from the arguments or standard input, or hold a conversation. Raises `UserError` for wrong options."""
+    """Complete a prompt from the arguments or standard input; without a prompt, hold a conversation. Raises `UserError`."""
     for option, value, least in (("--max-tokens", args.max_tokens, 1), ("--temperature", args.temperature, 0)):
         if value is not None and not least <= value < math.inf:
             raise FieldError(option, value, f"give {least} or more")

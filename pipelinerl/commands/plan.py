@@ -73,7 +73,7 @@ def size_of(text: str, option: str = "--parameters") -> float:
 
 
 def lengths_of(text: str, max_tokens: int) -> tuple[Lengths, str]:
-    """Return completion lengths, and a text that names their source. `text`: bars of a histogram, or the folder of a run."""
+    """Return completion lengths and a text on their source. `text`: histogram bars or a run's folder. Raises `FieldError`."""
     given = [_BAR.fullmatch(bar.strip()) for bar in text.split(",")]
     if not all(given):
         return trained_lengths(Path(text), max_tokens)

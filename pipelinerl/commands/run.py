@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen_ports(args: argparse.Namespace) -> tuple[int | None, int]:
-    """Return ports for the live page (None: no page) and the runner's metrics; 0 = any. Raises `FieldError` for a taken one."""
+    """Return ports for the live page (None: no page) and the runner's metrics; 0 = any. Raises `FieldError` for a bad one."""
     for option, port in (("--page-port", args.page_port), ("--metrics-port", args.metrics_port)):
         if not 0 <= port <= 65535:
             raise FieldError(option, port, "give a port from 1 to 65535, or 0 for any free one")

@@ -62,15 +62,15 @@ def lengths(run: RunRecords) -> Rows:
     """Examine whether completions are language, end, and differ.
 
     model-broken (learning.md#log-probabilities): The model does not write language even before training: In the first 3 steps,
-        at least half of 4 or more completions repeat one token in over half of their length. Or the entropy exceeds 4 nats at a
-        temperature of at most 1.5; the entropy of text is 1 to 3 nats.
+        at least half of 4 or more completions repeat one token in over half of their length, or the entropy exceeds 4 nats at a
+        temperature of at most 1.5 (the entropy of text is 1 to 3 nats).
     completions-empty (recipes.md#chat-templates): Completions end before they say anything: Half of at least 8 samples are
         blank.
     turns-continued (recipes.md#chat-templates): Completions go on with the next turn of the conversation, because nothing ends
         them: This happens in at least half of 8 or more samples of a run that has not learned.
     all-cut (learning.md#truncated-completions): Completions are cut at their length limit: In a run that has not learned, at
         least 50 % of the completions of all steps or of the last steps are cut. The finding is grave from 90 % if rewards are
-        equal within groups, or if the loss leaves cut completions out.
+        equal within groups or the loss leaves cut completions out.
     think-unclosed (recipes.md#chat-templates): Reasoning is opened and never closed: This happens in at least half of 8 or more
         samples, and the mean reward is below 0.5. The finding is grave if rewards are equal within groups.
     completions-identical (learning.md#from-rewards-to-advantages): The completions of a group are all the same text: This holds
@@ -120,7 +120,7 @@ def answers(run: RunRecords) -> Rows:
         is grave if the run has not learned.
     right-unrewarded (recipes.md#rewards): Answers that equal the reference, apart from a unit, earn no more than others: At
         least 80 % of 4 or more such answers earn nothing in a run that has not learned. Or 10 or more such answers earn hardly
-        more than 10 others on average. The finding is grave unless your own function scores and rewards differ within groups.
+        more than at least 10 others on average. This is grave unless your own function scores and rewards differ within groups.
     references-unrelated (recipes.md#tasks): Answers equal their own reference no more often than another problem's: In 24 or
         more samples of a run that has not learned, the number of equal ones is less than 2 standard errors above the number
         that shuffled references would give. The finding is grave if the samples have at least 5 different references.

@@ -187,8 +187,8 @@ def problems(view: SetView) -> Rows:
         The answers of at least 20 rows are consecutive numbers, but the prompts are not. This is a warning.
         The answers of at least 20 rows are single letters, but the prompts offer no choices. This is a warning.
         The answer is a number that occurs in the prompt. This is a note.
-    references-shifted (recipes.md#tasks): Each answer belongs to the question in the row before or after it: In at least 50
-        rows, prompts contain a larger share of the words of the previous row's answer (or of the next row's) than of their own
+    references-shifted (recipes.md#tasks): Each answer belongs to the question in the row before or after it: Prompts of 50
+        or more rows contain a larger share of the words of the previous row's answer (or of the next row's) than of their own
         answer's words. The mean difference of the shares exceeds 0.1 and 5 standard errors. Messages of the assistant in a
         prompt do not count. Prompts with consecutive numbers are not examined. There is no finding if the answer two rows away
         gives more than half of this difference, as in windows of a time series.
@@ -356,7 +356,7 @@ def texts(view: SetView) -> Rows:
         control, odd = (_hits([getattr(task, name)], pattern) for pattern in (_CONTROL, _DAMAGED))
         yield "template-twice", False, _odd(control, 1, 1), f"{at}task.{name}", twice
         is_odd = odd and name != "prompt_template"
-        yield "texts-damaged", False, is_odd and _odd(odd, 1, 1), f"{at}task.{name}", "replace it by the text that it means"
+        yield "texts-damaged", False, is_odd and _odd(odd, 1, 1), f"{at}task.{name}", "replace it with the text that it means"
     yield from (
         ("template-unused", False, not begins and f"{model.chat_template!r:.80}", "model.chat_template",
          "let it begin the assistant's turn if add_generation_prompt is true"),

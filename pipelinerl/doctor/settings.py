@@ -45,9 +45,9 @@ def optimizer(view: Settings) -> Rows:
         steps, the rate times the number of steps is under a limit: 3e-5 in 16 bits (half the spacing of bfloat16 numbers at
         0.01), or 1e-6 in float32. With adapters, the limit applies to the movement of their product B · A at a width of 4,096.
         The finding is grave at a tenth of the limit or less.
-    optimizer-settings (learning.md#the-optimizer): Settings of AdamW spoil its steps: Weight decay shrinks
-        weights by over 5 % in the run (grave from half). Or epsilon exceeds the typical element of a clipped gradient (grave
-        from ten times). Or beta1 is at least √beta2.
+    optimizer-settings (learning.md#the-optimizer): Settings of AdamW spoil its steps: Weight decay shrinks weights by over
+        5 % in the run (grave from half). Or epsilon exceeds the typical element of a clipped gradient (grave from ten times).
+        Or beta1 is at least √beta2.
     """
     recipe, trainer, lora, rate = view.recipe, view.recipe.trainer, view.recipe.trainer.lora, view.recipe.trainer.learning_rate
     most, usual = (4e-3 / lora.scaling, 1e-5) if lora else (1e-2, 1e-4) if view.is_toy else (5e-5, 1e-6)

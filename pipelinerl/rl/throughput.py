@@ -10,7 +10,7 @@ With measured rates the unit is the second. All rates are completion tokens per 
     r_pipe = min(U(H) · I, (N - I) / τ)                                                                 pipeline, I generators
 
 K = B · G sequences of mean length L̄ are generated in a phase on N accelerators, each with h_l in progress at token l. In the
-pipeline, each of I generators has H in progress. `simulator.py` adds what the formulas leave out: groups, queues and chance.
+pipeline, each of I generators has H in progress. Rates assume that neither side waits; `simulator.py` adds queues and chance.
 """
 
 from __future__ import annotations

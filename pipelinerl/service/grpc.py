@@ -40,7 +40,7 @@ Options = Sequence[tuple[str, Any]]
 
 class ErrorBoundary(aio.ServerInterceptor):
     """Convert errors of a server's handlers to statuses: `UserError` and `MessageError` to INVALID_ARGUMENT, `ServiceError` to
-    FAILED_PRECONDITION, others to INTERNAL with type and text. Long texts are cut. If a handler sets a status, it is kept."""
+    FAILED_PRECONDITION, others to INTERNAL with type and text. Long texts are cut. If a handler aborts, its status is kept."""
 
     async def intercept_service(
         self,

@@ -77,8 +77,8 @@ def rows_of(config: TaskConfig) -> Iterator[Row]:
 
 
 def files_at(path: str) -> list[Path]:
-    """Return the sorted files at a path, which may be a file, a folder or a pattern. Raises `FieldError` if there are none, if
-    one has an unknown format, or if the files of a folder differ in format or split, since only some may hold the problems."""
+    """Return the sorted files at a path, which may be a file, a folder or a pattern. Leave out a folder's files of unknown
+    formats. Raises `FieldError` if no file is left, a format is unknown, or a folder's files differ in format or split."""
     given = Path(path)
     if os.path.isdir(path):
         visible = [file for file in sorted(given.rglob("*")) if "/." not in f"/{file.relative_to(given)}"]
