@@ -28,7 +28,7 @@ YOUNG_S = 600.0
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of a run. A mean over steps without the figure is NaN, so that every comparison with it is false."""
+    """The records of a run. If its steps lack a figure, the figure's mean is NaN, and every comparison with it is false."""
 
     recipe: Recipe
     steps: Sequence[Record]

@@ -121,7 +121,8 @@ _Collector = TypeVar("_Collector", bound=Collector)
 
 
 class MetricSet:
-    """Makes metrics whose names begin with `prefix`, on `registry`. Names that do not end with a key of `UNITS` need `unit`."""
+    """Makes metrics whose names begin with `prefix`, on `registry`. A metric needs `unit` if its name, without a final
+    `_total`, does not end with a key of `UNITS`."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         self._prefix, self._registry = prefix, registry

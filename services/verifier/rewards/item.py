@@ -35,7 +35,8 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class Score:
-    """A scorer's result. `value`: 1 for a right answer, or any number from a user's function. `parts`: its summands, if any."""
+    """Result of a scorer or of a whole reward. `value`: 0 (wrong) to 1 (right) from a built-in scorer, any number from others.
+    `parts`: summands of `value`, if known."""
 
     value: float
     reason: str = ""
