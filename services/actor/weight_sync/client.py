@@ -173,8 +173,8 @@ class WeightUpdateClient:
     `TransferError`; `sleep`, `wake` and a commit that fails half-way raise `CommitFailed`.
 
     `recompute_kv`: recompute the KV cache of unfinished sequences under new weights instead of keeping it. `bind_host`: address
-    at which other ranks reach this pod (gloo). `force_paused`: load whole weights with the `PausedLoader` only. `staging_buffers`:
-    number of chunks that a worker holds at a time while it receives."""
+    at which other ranks reach this pod (gloo). `force_paused`: load whole weights with the `PausedLoader` only.
+    `staging_buffers`: number of chunks that a worker holds at a time while it receives."""
 
     llm: AsyncLLM
     _: KW_ONLY
