@@ -45,7 +45,7 @@ HASHED := --no-deps --require-hashes
 $(STAMP): requirements/$(DEVICE).txt requirements/kube-tools.txt requirements/images/build.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
 		echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: install one of these, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
-	@echo "Installing into $(VENV): about $(if $(filter cuda,$(DEVICE)),10,4) GB, a few minutes, once"
+	@echo "Installing into $(VENV): about $(if $(filter cuda,$(DEVICE)),10,5) GB, a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo $(DEVICE) > $(VENV)/.device
 	@$(INSTALL) $(HASHED) -r requirements/images/build.txt
