@@ -34,7 +34,7 @@ class Check(StrEnum):
     GROUPS = "group numbers have no gap, and each was reserved first"
     POSITIONS = "the position in SEQUENCES never goes back from one checkpoint to the next"
     CHECKPOINTS = "every checkpoint's ledger agrees with the journal"
-    TOKENS = "every step trained the sampled tokens of all branches of its sequences"
+    TOKENS = "every step trained as many tokens as its sequences sampled, over all branches"
     SUMMARY = "summary.json has the numbers of the journal"
     UNKNOWN = "SEQUENCES holds no sequence that was never issued"
     LOST = "every sequence in flight can be found"
