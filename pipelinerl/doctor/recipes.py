@@ -307,15 +307,15 @@ def _is_dressed(answer: str) -> bool:
 
 
 def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], int]:
-    """Return the references that the reward rejects, and the number of references examined. If the scorer compares texts and
-    `answer_pattern` cannot read some references, these are returned. Otherwise, the references that earn nothing in trial
-    calls are returned, or none if all earn nothing."""
+    """Return the references that the reward rejects, and the number of references examined. If the scorer compares texts, first
+    look for references that `answer_pattern` cannot read. If it reads all, look for references that earn nothing in trial
+    calls. If all earn nothing, or wrong answers earn as much, return none: other rules report that."""
     is_read = view.share.reward.answer_pattern and view.share.reward.scorer in ("task", "exact") and reads(view.share, *_PROBES)
     if is_read and (lost := [one for one in answers if not reads(view.share, one)]):
         return lost, len(answers)
     tried = [one for one in view.calls if one.completion and not one.near_miss]
     lost = [one.completion for one in tried if one.reward <= 0]
-    return (lost, len(tried)) if len(lost) < len(tried) and not view.indifference else ([], 0)  # other rules report these cases
+    return (lost, len(tried)) if len(lost) < len(tried) and not view.indifference else ([], 0)
 
 
 def _hits(texts: Iterable[str], *patterns: re.Pattern[str]) -> list[str]:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 RUNNING, FINISHED, FAILED = "Running", "Finished", "Failed"
 REPORT = "report.html.gz"
 MOST_REPORT_BYTES = 1_000_000
-"""Maximum size of the compressed report. A Secret holds 1 MiB, including keys and encoding."""
+"""Maximum size of the compressed report. The values of a Secret may have at most 1 MiB in total, before base64."""
 SEEN_WITHIN_S = 30.0
 """Seconds for which the trainer keeps running after the run's end, so that alerts and open pages can show the end."""
 FAILURE_TOLD_WITHIN_S = 30.0

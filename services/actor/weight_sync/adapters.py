@@ -1,8 +1,9 @@
 """Low-rank adapters inside a vLLM model: each adapted layer computes W·x + s · B·(A·x), as the trainer's forward pass does.
 
 Adapters are not merged into W, because rounding to 16 bits would lose small updates. For the same reason, the sum of both
-products is rounded only once. Before vLLM compiles the model or captures CUDA graphs, `install` wraps the linear method of
-each adapted layer. A and B have fixed addresses, start at zero, and change between two decode steps.
+products is rounded only once if W is unquantised and 16 bits wide. Before vLLM compiles the model or captures CUDA graphs,
+`install` wraps the linear method of each adapted layer. A and B have fixed addresses, start at zero, and change between two
+decode steps.
 
 vLLM's weight loaders split A and B over tensor-parallel ranks. A layer that fuses several checkpoint layers (q, k and v) stacks
 their A, and holds their B as one block-diagonal matrix.

@@ -40,8 +40,8 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class TokenScores(NamedTuple):
-    """Scores of C tokens at the caller's temperature, float32[C] each, in nats. `values`: the learned baseline v_φ, predicted
-    from the tokens before each token; None without a value head."""
+    """Scores of C tokens, float32[C] each. `logprobs`, `entropy`: at the caller's temperature, in nats. `values`: the learned
+    baseline v_φ, predicted from the tokens before each token, in units of the reward; None without a value head."""
 
     logprobs: Tensor
     entropy: Tensor
