@@ -1,6 +1,6 @@
-"""A connection to NATS that reconnects and reports failures as `BusError`, and a base class for readers of stream messages.
+"""A connection to NATS that reconnects; `bus_errors`, which turns nats-py's errors into `BusError`; a base class of readers.
 
-`Connection` extends nats-py's client. If the server refuses a request or the connection is lost, the request raises an error.
+`Connection` extends nats-py's client. Its requests raise `NotPermitted` if the server refuses them, else nats-py's errors.
 The files with login and certificates are read again for each connection. If one of them is unreadable, the first connection
 fails, but a later one uses the previous content and logs a warning. If TLS is configured, no login is sent without TLS.
 """

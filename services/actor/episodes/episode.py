@@ -117,7 +117,8 @@ class Episode:
         """Error code of this run's first request that exceeded a limit, or empty."""
 
     def not_served(self, turn: RecordedTurn, over: asyncio.Event) -> None:
-        """Record that the environment's run whose `over` event is given did not receive a turn. Later runs are unaffected."""
+        """Record that a run of the environment did not receive `turn`. `over` is the event of that run. If another run has
+        begun since, change nothing."""
         if over is self.over and turn in self.served:
             self.served.remove(turn)
 

@@ -474,7 +474,7 @@ def _bounded(value: Number, *, is_sum: bool = False) -> Number:
     """Return `value`, or raise `Unreadable` if it is too large or too small. Sums may be tiny, because terms may cancel."""
     if isinstance(value, Fraction):
         if value.numerator.bit_length() + value.denominator.bit_length() > _EXACT_BITS:
-            raise Unreadable("too large a number")
+            raise Unreadable("too long a fraction")
     elif not mp.isfinite(value) or (value != 0 and abs(mp.mag(value)) >= _RANGE_BITS and not (is_sum and mp.mag(value) < 0)):
         raise Unreadable("too large or too small a number")
     return value
