@@ -103,10 +103,10 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Return the field's path and the value of an override `a.b=value`. The value is read as YAML, with exceptions for fields of
-    text and of lists of texts: an empty value, and an unquoted one in which YAML would see a comment (such as the pattern
-    `#(\\d+)$`), are taken literally. A field of text takes invalid YAML literally, too. Raises `FieldError` if `=` or a name is
-    missing, or if the value is not YAML."""
+    """Return the field's path and the value of an override `a.b=value`. The value is read as YAML, with exceptions for fields
+    of text and of lists of texts: an empty value, and an unquoted one in which YAML would see a comment (such as the pattern
+    `#(\\d+)$`), are taken literally. A field of text takes invalid YAML literally, too. Raises `FieldError` if `=` or a name
+    is missing, or if the value is not YAML."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
