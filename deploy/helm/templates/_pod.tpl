@@ -100,7 +100,7 @@ annotations:
 {{- end -}}
 {{- end -}}
 
-{{/* dict root, component: the beginning of its pods' spec. Only the trainer has a token. */}}
+{{/* dict root, component: the beginning of its pods' spec. Only the trainer has a token for the API. */}}
 {{- define "pipelinerl.podSpec" -}}
 {{- $values := index .root.Values .component -}}
 serviceAccountName: {{ include "pipelinerl.serviceAccountName" . | quote }}
