@@ -50,9 +50,8 @@ _SHIPPED = "notebook_reward"
 def train(
     recipe: Given, reward: Reward | None = None, *, name: str | None = None, run_dir: Folder | None = None, **overrides: Any
 ) -> Run:
-    """Start a run as `start` does, print its progress, and return it at its end. After an interrupt (Ctrl-C, or the stop button
-    of a notebook), stop the run cleanly, with a checkpoint, and return it. Raises `UserError` for a mistake, and `ServiceError`
-    if the run fails for another reason."""
+    """Start a run as `start` does, print its progress, and return it at its end. Ctrl-C, or the stop button of a notebook,
+    stops it cleanly, with a checkpoint. Raises `UserError` for a mistake, and `ServiceError` if the run fails otherwise."""
     run = start(recipe, reward, name=name, run_dir=run_dir, **overrides)
     try:
         for line in run.follow():
@@ -67,10 +66,10 @@ def start(
 ) -> Run:
     """Start a run on this machine and return at once. The run is stopped cleanly when this program exits.
 
-    `recipe`: the name of a shipped recipe, a recipe file, or a mapping with the recipe's fields. `reward`: a function, even one
-    of a notebook; its path, `package.module:function` or `file.py:function`; or the name of a scorer. A function in a
-    file can import the other modules of that folder or package. `overrides`: fields of the recipe by their paths, as in
-    `**{"trainer.steps": 40}`. `name`, `run_dir`: as for `pipelinerl run`. Raises `UserError` for a mistake.
+    `recipe`: the name of a shipped recipe, a recipe file, or a mapping of its fields. `reward`: a function, even one of a
+    notebook; `package.module:function` or `file.py:function`, whose file can import the modules beside it; or the name of a
+    scorer. `overrides`: fields by their paths, as in `**{"trainer.steps": 40}`. `name`, `run_dir`: as for `pipelinerl run`.
+    Raises `UserError` for a mistake.
     """
     given: Path | None = None
     if isinstance(recipe, Mapping):
@@ -122,8 +121,7 @@ def _folder(field: str, given: Folder) -> Path:
 
 
 def _scorer(reward: Reward, shipped: Path) -> str:
-    """Return the value of `reward.scorer`. Copy the user's modules that the verifier may lack to the folder `shipped`. Raises
-    `FieldError` if a file is missing or a function cannot be written as source."""
+    """Return the value of `reward.scorer`, and copy the user's modules that the verifier may lack to the folder `shipped`."""
     if isinstance(reward, str):
         file, _, name = reward.rpartition(":")
         if not file.endswith(".py"):
@@ -266,7 +264,7 @@ class Run:
         return f"Run({str(self.path)!r}): {state}, {steps[-1]['step'] if steps else 0} optimizer steps"
 
     def _repr_html_(self) -> str:
-        """Return a frame with the live page. If no page is served within a minute, return one line about the run instead."""
+        """Return a frame with the live page, or one line about the run if no page is served within a minute."""
         until = time.monotonic() + _PAGE_WITHIN_S
         while (page := self.page) is None and self.is_running and time.monotonic() < until:
             time.sleep(_LOOK_S)
@@ -324,7 +322,7 @@ def _ship_function(name: str, function: Any, parts: dict[str, str]) -> None:
 
 
 def _globals_of(name: str, source: str) -> list[str]:
-    """Return the global names that a function, its defaults and its decorators use. Raises `FieldError` if it sets a global."""
+    """Return the global names that a function, its defaults and its decorators use."""
     tables = [top := symtable.symtable(f"from __future__ import annotations\n{source}", name, "exec")]
     for table in tables:
         tables += table.get_children()
@@ -370,8 +368,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _imported_from(value: Any) -> str:
-    """Return `module:name` if an import by that name gives this very object. Return "" otherwise, and for objects of the main
-    program."""
+    """Return `module:name` if importing it gives this very object, else "". The main program cannot be imported elsewhere."""
     module, name = str(getattr(value, "__module__", None)), getattr(value, "__qualname__", "")
     is_held = module != "__main__" and name.isidentifier() and getattr(sys.modules.get(module), name, None) is value
     return f"{module}:{name}" if is_held else ""

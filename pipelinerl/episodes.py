@@ -76,9 +76,9 @@ Reply = Messages | str | Done
 
 
 class Environment(Protocol):
-    """Interface of the user's class in `task: {source: environment, name: "package.module:Class"}`. Its constructor takes
-    the entries of `task.config` as keyword arguments. `start` and `reply` may be async. An attribute `tools` may list functions
-    or OpenAI schemas of tools that the policy can call; the environment itself answers the calls in `reply`."""
+    """Interface of the user's class in `task: {source: environment, name: "package.module:Class"}`, whose constructor takes the
+    entries of `task.config` as keyword arguments. `start` and `reply` may be async. An attribute `tools` may list functions or
+    OpenAI schemas of tools that the policy can call; `reply` answers the calls."""
 
     def start(self, row: Mapping[str, Any], seed: int) -> Start | Awaitable[Start]:
         """Return the first messages. `row`: the problem's row of `task.path`, or `{}` without a file."""

@@ -54,13 +54,12 @@ class Checkpoint:
 
 
 def _read_checkpoints(folder: Path, findings: Findings) -> list[Checkpoint]:
-    """Return the resumable checkpoints, ordered by their journal length. An unreadable checkpoint becomes a finding. One that
-    lacks a file is left out, since the trainer may be removing it."""
+    """Return the resumable checkpoints, ordered by their journal length. An unreadable checkpoint becomes a finding."""
     found = []
     for resume in sorted(folder.glob("step-*/resume")):
         try:
             found.append(_read_checkpoint(resume))
-        except FileNotFoundError:
+        except FileNotFoundError:  # the trainer may be removing this checkpoint
             continue
         except (OSError, ValueError, KeyError, TypeError, DecodeError, LedgerViolation) as error:
             findings.add(Check.CHECKPOINTS, f"{resume.parent.name} cannot be read: {error!r}")
@@ -175,7 +174,7 @@ def audit_files(run_dir: Path) -> Audit:
 
 
 def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
-    """Replay every event that no restart undid. Compare each checkpoint with the replay at the checkpoint's `journal_bytes`."""
+    """Replay the events that no restart undid, and compare each checkpoint with the replay at its `journal_bytes`."""
     history, replay, findings = audit.history, audit.replay, audit.findings
     starts = {start.offset: start for start in history.starts}
     waiting = deque[Checkpoint]()
@@ -211,7 +210,7 @@ def _replay(journal: Path, audit: Audit, checkpoints: list[Checkpoint]) -> None:
 
 
 def _check_lineage(path: Path, audit: Audit) -> None:
-    """Check that lineage.json lists each start in the journal. The journal may lack the start of a trainer that died early."""
+    """Check that lineage.json lists each start in the journal, which may lack the start of a trainer that died early."""
     history, findings, known = audit.history, audit.findings, trainer_starts(path.parent)
     if not read_json(path):
         if history.starts:
@@ -243,7 +242,7 @@ def _check_tokens(path: Path, audit: Audit) -> None:
 
 
 def _check_summary(path: Path, audit: Audit) -> None:
-    """Check the summary if the trainer wrote it. A summary by the local runner has no `sequence_reasons`, and is skipped."""
+    """Check the trainer's summary. One by the local runner has no `sequence_reasons`, and is skipped."""
     summary, replay = read_json(path), audit.replay
     if audit.history.end is None or summary.get("sequence_reasons") is None:
         audit.findings[Check.SUMMARY].skipped = "no trainer has written a summary at its end"
@@ -303,7 +302,7 @@ def _skip_streams(audit: Audit, why: str) -> None:
 
 
 async def _look(bus: Bus, durable: int) -> StreamLook:
-    """Read SEQUENCES up to its current end, and PROMPTS both before and afterwards. Count dead letters. Raises `BusError`."""
+    """Read SEQUENCES up to its current end, PROMPTS before and after that, and the number of dead letters."""
     prompts_before = await bus.pending_prompts()
     info = await bus.sequences_info()
     seen = StreamLook(info, info.last_position if durable == NOTHING_THERE else durable)
@@ -337,8 +336,8 @@ async def _entries(bus: Bus, last: int) -> AsyncIterator[LogEntry]:
 
 
 def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
-    """Return the sequences in SEQUENCES that were never issued. Until the run has ended, leave out sequences whose group is
-    reserved but not issued, because the trainer may publish a group before the journal records the issue."""
+    """Return the sequences in SEQUENCES that were never issued. Until the run has ended, leave out those of reserved groups,
+    because the trainer may publish a group before the journal records its issue."""
     replay, unknown = audit.replay, []
     reserved = 0 if audit.ended else replay.reserved
     for sequence_id in seen.positions:
@@ -350,8 +349,8 @@ def _unknown_messages(audit: Audit, seen: StreamLook) -> list[str]:
 
 
 def _find_missing(audit: Audit, seen: StreamLook) -> None:
-    """Find missing sequences. Fill `waiting` with those whose group will still be published: a running trainer publishes its
-    newest group, and a restarted one every missing group. Fill `lost` with the others."""
+    """Divide missing sequences into `waiting`, whose group will still be published, and `lost`. A running trainer publishes its
+    newest group, and a restarted one every missing group."""
     replay, held = audit.replay, audit.checkpoint.held if audit.checkpoint else ()
     stored = {*seen.positions, *seen.unreadable.values(), *held}
     above = {split_id(name)[0] for name, position in seen.positions.items() if position > seen.durable}

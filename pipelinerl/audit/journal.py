@@ -21,9 +21,8 @@ Event = dict[str, Any]
 
 
 class Journal(ExitStack):
-    """Append events, as a context manager. After `flush`, they survive the death of this process; after `sync`, that of the
-    machine. The lock on the file is shared, or exclusive with `alone`. Raises `FieldError` if another process has a lock that
-    excludes this one, or, with `alone`, if the file system has no locks."""
+    """Writer of the journal, as a context manager. Its lock on the file is shared, or exclusive with `alone`. Raises
+    `FieldError` if another process's lock excludes this one, or, with `alone`, if the file system has no locks."""
 
     def __init__(self, path: Path, *, alone: bool = False) -> None:
         super().__init__()
@@ -44,10 +43,11 @@ class Journal(ExitStack):
         self.size += self._file.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
 
     def flush(self) -> None:
+        """Make the events survive the death of this process."""
         self._file.flush()
 
     def sync(self) -> None:
-        """Flush to disk, and wait for the disk. May be called on any thread."""
+        """Make the events survive the death of this machine. May be called on any thread."""
         self._file.flush()
         os.fsync(self._file.fileno())
 

@@ -157,7 +157,7 @@ class Replay:
                 self.trained_branches += event["branches"]
 
     def _end(self, sequence_id: str, outcome: Outcome) -> int:
-        """Record the end of a sequence and return 1. If the sequence was not in flight, add a finding and return 0 instead."""
+        """Record the end of a sequence and return 1, or add a finding and return 0 if it was not in flight."""
         group, sample = split_id(sequence_id)
         mask, bit = self._open.get(group, 0), 1 << sample
         if not mask & bit:

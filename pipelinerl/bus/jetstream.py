@@ -66,10 +66,10 @@ async def connect(
     connect_timeout_s: float = 5.0,
     request_timeout_s: float = 10.0,
 ) -> AsyncIterator[Bus]:
-    """Connect to the streams of `run`. `url` names one server, or the servers of a cluster, separated by commas.
+    """Connect to the streams of `run`.
 
-    NATS's monitoring shows the connection as `name`. For `credentials` and `tls_dir`, see `BusSettings.nats_credentials` and
-    `nats_tls_dir`. Raises `FieldError` for an invalid run name or an unusable file, and the errors of `Connection.opened`.
+    `url`: one server, or those of a cluster, separated by commas. `name`: shown by NATS's monitoring. `credentials`, `tls_dir`:
+    see `BusSettings`. Raises `FieldError` for an invalid run name or an unusable file, and the errors of `Connection.opened`.
     """
     subjects = Subjects(run)
     connection = Connection(url, credentials, tls_dir, request_timeout_s)
@@ -106,9 +106,9 @@ class Bus:
     """The streams of one run, opened by `connect`.
 
     A call raises `BusError` if the server does not answer in time or the stream is full; the caller must then keep its message
-    and try again. It raises `NotPermitted` if this user may not make the call. If two messages of a stream have the same
-    `msg_id` within `duplicate_window_s`, only the first is stored. The iterators of `read_sequences` and `watch_...` need an
-    `async with` block. They wait without a time limit, and continue after a reconnection. Cancelling `anext` loses no message.
+    and try again. It raises `NotPermitted` if this user may not make the call. Of messages with the same `msg_id` within
+    `duplicate_window_s`, a stream stores only the first. The iterators of `read_sequences` and `watch_...` need an `async with`
+    block, and continue after a reconnection.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:
@@ -122,11 +122,11 @@ class Bus:
         return self.connection.max_payload
 
     async def create_streams(self, *, fresh: bool = False) -> None:
-        """Create the streams and the membership bucket. Existing ones keep their contents and limits. Wait up to
+        """Create the streams and the membership bucket; existing ones keep their contents and limits. Wait up to
         `CREATE_WITHIN_S` for a cluster of servers that has no leader yet.
 
-        With `fresh`, raises `FieldError` and creates nothing if PROMPTS, SEQUENCES or CONTROL ever held a message. Such a
-        message would be mistaken for one of this run, because each run counts its ids from 0.
+        With `fresh`, raises `FieldError` and creates nothing if PROMPTS, SEQUENCES or CONTROL ever held a message. It could be
+        mistaken for one of this run, because each run counts its ids from 0.
         """
         deadline = time.monotonic() + CREATE_WITHIN_S
         await retry_forever(
@@ -297,14 +297,13 @@ defaults are too low: 512 open requests and, since 2.15, 1,000 consumers per str
 def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[StreamConfig]:
     """Return the configurations of PROMPTS, SEQUENCES, CONTROL and DEAD.
 
-    PROMPTS is a work queue: an acknowledged message is removed. SEQUENCES keeps its messages until they are purged. CONTROL
-    keeps the last message of each subject; if it is full, it accepts only messages no larger than those that they replace. DEAD
-    is for people to read; if it is full, its oldest message is dropped. A full PROMPTS or SEQUENCES refuses messages.
+    A full stream refuses messages, except that CONTROL accepts one that is no larger than the message that it replaces, and
+    DEAD drops its oldest message.
     """
     small = limits.max_bytes(1 / 16)
     common: dict[str, Any] = {"num_replicas": limits.replicas, "duplicate_window": limits.duplicate_window_s}
     common |= {"discard": DiscardPolicy.NEW, "storage": StorageType.FILE}
-    queue = {"retention": RetentionPolicy.WORK_QUEUE, "max_msgs": limits.prompts_max_messages}
+    queue = {"retention": RetentionPolicy.WORK_QUEUE, "max_msgs": limits.prompts_max_messages}  # acks remove messages
     log = {"max_msgs": limits.sequences_max_messages}
     last = {"max_msgs_per_subject": 1, "max_consumers": _MAX_ACTORS}
     newest = {"max_msgs": limits.dead_max_messages, "discard": DiscardPolicy.OLD}

@@ -74,11 +74,8 @@ _LOGIN = re.compile(r"^(\s*[a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL
 
 
 def redacted(urls: str) -> str:
-    """Return the comma-separated `urls` with `***` for each user and password, for messages and logs.
-
-    A password may hold any character, so everything from a server's scheme to its last `@` is hidden. That may hide a whole
-    server if the next one has a login but no scheme.
-    """
+    """Return the comma-separated `urls` with `***` for each user and password. A password may hold any character, so everything
+    from a server's scheme to its last `@` is hidden, even a whole server if the next one has a login but no scheme."""
     return ",".join(_LOGIN.sub(r"\1***@", url) for url in _BEFORE_SCHEME.split(urls))
 
 
@@ -191,11 +188,11 @@ class Connection(Client):
         old_style: bool = False,
         headers: dict[str, Any] | None = None,
     ) -> Msg:
-        """Send a request and return the answer, at half the cost of nats-py's method. Any number of tasks may wait at once.
+        """Send a request and return the answer, at half the cost of nats-py's method.
 
         Raises `NotPermitted` as soon as the server refuses the subject or the subscription to answers. Raises nats-py's errors
-        if nobody listens, if no answer comes in `timeout` (default: `request_timeout_s`), or if the connection is lost. In the
-        last two cases, the message may have been received.
+        if nobody listens, if no answer comes in `timeout` (seconds; default: `request_timeout_s`), or if the connection is
+        lost. In the last two cases, the message may have been received.
         """
         if self._answers_refused:
             raise self._no_answers()
@@ -386,7 +383,7 @@ class Puller(ABC):
         await self._connection.publish(self._asked, json.dumps(question).encode(), reply=self._inbox + token)
 
     async def _wait(self, timeout_s: float) -> bool:
-        """Wait for a message or another event, and return whether it came in time. Raises the error that the event reports."""
+        """Return whether a message or another event came in time. Raises the error that the event reports."""
         self._woken.clear()
         if self._error is None:
             with contextlib.suppress(TimeoutError):

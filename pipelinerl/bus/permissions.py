@@ -54,8 +54,7 @@ def authorization(runs: str | Iterable[str], passwords: Mapping[str, str]) -> di
 
 
 def _trainer(subjects: Subjects) -> list[str]:
-    """Return the subjects to which the trainer publishes: prompts, orders, parts of the weight log, and requests to JetStream.
-    With requests, it creates and reads every stream, purges SEQUENCES, and recreates PROMPTS and SEQUENCES after a rollback."""
+    """Return the subjects to which the trainer publishes, including its requests to JetStream."""
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [
         subjects.prompts,
@@ -67,7 +66,7 @@ def _trainer(subjects: Subjects) -> list[str]:
         f"{_API}.CONSUMER.DURABLE.CREATE.{queue}",
         *(f"{_API}.STREAM.MSG.GET.{stream}" for stream in (subjects.prompts_stream, subjects.dead_stream)),
         f"{_API}.STREAM.PURGE.{subjects.sequences_stream}",
-        *(f"{_API}.STREAM.DELETE.{stream}" for stream in (subjects.prompts_stream, subjects.sequences_stream)),
+        *(f"{_API}.STREAM.DELETE.{stream}" for stream in (subjects.prompts_stream, subjects.sequences_stream)),  # rollback
         *_reading(subjects.sequences_stream, subjects.control_stream, subjects.members_stream),
         f"$O.{subjects.weights_bucket}.>",
         *(f"{_API}.STREAM.{call}.{subjects.weights_stream}" for call in ("CREATE", "INFO", "PURGE", "MSG.GET")),
@@ -76,8 +75,7 @@ def _trainer(subjects: Subjects) -> list[str]:
 
 
 def _actor(subjects: Subjects) -> list[str]:
-    """Return the subjects to which an actor publishes, also to request data from JetStream. It requests prompt groups, orders
-    and the weight log, and publishes its registration, sequences, answers, hand-overs and dead letters."""
+    """Return the subjects to which an actor publishes, including its requests to JetStream."""
     filled = (subjects.prompts_stream, subjects.sequences_stream, subjects.dead_stream)
     queue = f"{subjects.prompts_stream}.{ACTORS}"
     return [

@@ -102,9 +102,9 @@ _PULL_ENDED = ("408", "409")
 
 
 class OrderedReader(Puller, Generic[_Item]):
-    """Async iterator over the messages of one stream, in order. `convert` makes an item of each message. Use the iterator in an
-    `async with` block. At the stream's end, it waits for new messages. Cancelling `anext` loses no message. Raises `BusError`
-    if the stream is missing or the server does not answer at the block's start; `NotPermitted` if this user may not read."""
+    """Async iterator over the messages of one stream, in order, each converted by `convert`. It needs an `async with` block,
+    and waits at the stream's end. Cancelling `anext` loses no message. Raises `BusError` if the stream is missing or the server
+    does not answer at the block's start; `NotPermitted` if this user may not read."""
 
     def __init__(
         self,

@@ -59,8 +59,8 @@ def _policy(args: argparse.Namespace, version: int | None) -> Any:
 
 
 def _ask(policy: Any, args: argparse.Namespace, messages: list[dict[str, str]], question: str) -> None:
-    """Print the answer as it is generated, and add question and answer to the conversation. Without a chat template, the
-    prompt contains no earlier turns. Raises `FieldError` if the context is full."""
+    """Print the answer as it is generated, and add question and answer to the conversation. Raises `FieldError` if the context
+    is full."""
     asked, answer = [*messages, {"role": "user", "content": as_unicode(question)}], ""
     prompt = policy.prompt(asked[-1]["content"], asked if policy.task.prompt_style == "chat" else None)
     temperature = policy.temperature if args.temperature is None else args.temperature
@@ -74,7 +74,7 @@ def _ask(policy: Any, args: argparse.Namespace, messages: list[dict[str, str]], 
 
 
 def _hold(args: argparse.Namespace) -> int:
-    """Hold a conversation until the input ends. `/version N` changes to another version of the policy. Return the exit code."""
+    """Hold a conversation until the input ends, and return the exit code."""
     if importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # `input` then lets the user edit the line
     policy, messages = _policy(args, args.version), list[dict[str, str]]()

@@ -244,8 +244,7 @@ def _as_text(compared: Mapping[str, Any]) -> str:
 
 
 def _write(path: Path, option: str, text: str) -> None:
-    """Write a file that only its owner can read, like the folder of a run. A device or pipe, such as /dev/null, is written to
-    and not replaced; `-` is the standard output."""
+    """Write a file that only its owner can read. A device or pipe, such as /dev/null, is written to and not replaced."""
     if str(path) in ("-", "/dev/stdout"):
         sys.stdout.write(text)
         return

@@ -121,9 +121,8 @@ def init(args: argparse.Namespace) -> int:
 
 
 def data_words(data: Path, question: str | None, answer: str | None) -> dict[str, str]:
-    """Return the texts that replace placeholders in the template folder "data". `data` is the user's file of questions. Columns
-    that are not given are recognised by common names. If all answers are worked solutions, the recipe extracts final answers.
-    Raises `FieldError`, or `UserError` for a file that a run could not use."""
+    """Return the texts that replace placeholders in the template folder "data", for the user's file `data`. Columns that are
+    not given are recognised by common names. Raises `FieldError`, or `UserError` for a file that a run could not use."""
     if not data.is_file():
         raise FieldError("--data", str(data), f"there is no file at {data.absolute()}; name an existing one")
     if not known_format(data):
@@ -144,6 +143,7 @@ def data_words(data: Path, question: str | None, answer: str | None) -> dict[str
     except FieldError as error:
         raise FieldError("--data", str(data), f"{error.fix} (at least 2 problems are needed: 1 is held out)") from error
     answers = [str(one.reference.get("answer", "")) for one in problems]
+    # If all answers are worked solutions, the recipe extracts final answers.
     pattern = next((one for one in _FINAL if all(re.search(one, text) for text in answers)), "")
     words = {"DATA": data.name, "QUESTION": task.prompt_field, "ANSWER": task.answer_field}
     as_yaml = {word: yaml.safe_dump(text, default_style='"', width=math.inf).strip() for word, text in words.items()}

@@ -89,9 +89,9 @@ def lengths_of(text: str, max_tokens: int) -> tuple[Lengths, str]:
 
 
 def trained_lengths(run_dir: Path, max_tokens: int) -> tuple[Lengths, str]:
-    """Return the lengths of all completions in the second half of a run, dropped ones too, and their source. metrics.jsonl
-    counts completions by power-of-two bucket. Within a bucket, lengths are distributed as in samples.jsonl, or evenly if
-    that file has none in the bucket. Raises `FieldError` without such records, or if a length exceeds `max_tokens`."""
+    """Return the lengths of all completions in the second half of a run, dropped ones too, and their source. Within a
+    power-of-two bucket of metrics.jsonl, lengths are distributed as in samples.jsonl, or evenly if it has none there.
+    Raises `FieldError` without such records, or if a length exceeds `max_tokens`."""
     if not run_dir.is_dir():
         fix = "is neither bars (TOKENS:WEIGHT or FROM-TO:WEIGHT, separated by commas) nor the folder of a run"
         raise FieldError("--lengths", str(run_dir), fix)

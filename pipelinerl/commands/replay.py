@@ -44,9 +44,9 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def rollback(args: argparse.Namespace) -> int:
-    """Let a stopped run continue from version `args.to`. If this version has no checkpoint, first compute it again from the
-    recorded steps; if that fails, change nothing and return the exit code of the computation. The last change makes this
-    version's checkpoint the newest. If the command is killed earlier, the run continues as if there had been no rollback."""
+    """Let a stopped run continue from version `args.to`, which is computed again from the recorded steps if it has no
+    checkpoint. If that fails, change nothing and return the exit code of the computation. If the command is killed before its
+    last change, the run continues as if there had been no rollback."""
     run, recipe = _recorded(args.run)
     if not (run.path / JOURNAL).is_file():
         raise FieldError("RUN", str(args.run), f"has no {JOURNAL}: no trainer of this run has started")
@@ -72,7 +72,7 @@ def rollback(args: argparse.Namespace) -> int:
 
 
 def _forget_streams(state: Path) -> None:
-    """Mark a checkpoint, so that a trainer that continues from it empties the streams first. Raises `FieldError` if damaged."""
+    """Mark a checkpoint, so that a trainer that continues from it empties the streams first."""
     try:
         content = {**json.loads(state.read_bytes()), "position": NOTHING_THERE}
     except (ValueError, TypeError) as error:
@@ -82,22 +82,21 @@ def _forget_streams(state: Path) -> None:
 
 
 def _set_aside(run: RunDir, version: int) -> Path | None:
-    """Move summary.json and checkpoint/, and then the checkpoints after `version` in ascending order, to a new folder. Return
-    the folder, or None if nothing was moved."""
+    """Move the summary, checkpoint/ and the checkpoints after `version` to a new folder, and return it; None if none exist."""
     newer = [path.parents[1] for number, path in resumable(run.path).items() if number > version]
     found = [path for path in (run.summary, run.checkpoint, *newer) if path.exists()]
     if not found:
         return None
     aside = next(path for number in count(1) if not (path := run.undone / str(number)).exists())
     aside.mkdir(parents=True)
-    for path in found:
+    for path in found:  # The newest checkpoint goes last: until then, the run continues from it.
         path.rename(aside / path.name)
     sync_path(run.checkpoints)
     return aside
 
 
 def _recorded(folder: Path) -> tuple[RunDir, Recipe]:
-    """Return the run in `folder`, and its recipe. Raises `FieldError` if the run was not recorded."""
+    """Return the run in `folder`, which must have been recorded, and its recipe."""
     recipe = recipe_of_run(RunDir(folder, "").recipe)
     run = RunDir(folder, run_name(folder, "RUN"))
     if not recipe.record:

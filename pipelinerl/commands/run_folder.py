@@ -134,8 +134,7 @@ _STOP_WITHIN_S = 5.0
 
 
 def _streams_of(args: argparse.Namespace, run: str) -> partial[Any] | None:
-    """Return a function that opens the run's streams: on the NATS server in the arguments, else in the folder in the arguments,
-    else on the NATS server in environment variables; None if none is given. Raises `FieldError` for an invalid run name."""
+    """Return a function that opens the run's streams, or None if neither arguments nor environment variables name any."""
     if args.nats:
         return partial(connect, args.nats, check_run_name(run, "--run"), credentials=args.credentials, tls_dir=args.tls_dir)
     if args.run_dir and (args.run_dir / "nats" / _STORE).is_dir():

@@ -166,7 +166,7 @@ def _tasks(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _largest_lag(recipe: Recipe) -> str:
-    """Return the largest lag as text. In pipeline mode, it depends on the mean completion length, so two means are assumed."""
+    """Return the largest lag as text, in pipeline mode for two assumed mean lengths of completions."""
     longest, actors = recipe.max_tokens, recipe.actor.number
     if recipe.mode == "conventional":
         return f"{recipe_lag(recipe, actors)}: algorithm.conventional_g - 1"
@@ -184,8 +184,8 @@ def gib_of(text: str) -> float:
 
 def size_problems(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[FieldError]:
     """Yield a problem for each size in the chart's values that is too small for the recipe's model: the trainer's volume, the
-    weight log in NATS, and the memory of rank 0's pod (docs/training.md). If neither the model's files nor its name on the hub
-    state its size, the check only requires that the volume has a size."""
+    weight log in NATS, and the memory of rank 0's pod (docs/training.md). If the model's size is unknown, the check only
+    requires that the volume has a size."""
     trainer, log_gib, model = values["trainer"], values["nats"]["weightsMaxGib"], None
     size = None if trainer["persistence"].get("existingClaim") else trainer["persistence"]["size"]
     with suppress(FieldError):
@@ -223,7 +223,7 @@ def model_of(recipe: Recipe, parameters: str | None) -> Model:
 
 
 def _memory(recipe: Recipe, args: argparse.Namespace) -> tuple[list[tuple[str, str]], list[FieldError]]:
-    """Return the results of `memory_of`, which are empty without `--gpu-memory`. Raises `FieldError` for wrong options."""
+    """Return the results of `memory_of`, or empty lists without `--gpu-memory`."""
     if args.gpu_memory is not None:
         return memory_of(recipe, model_of(recipe, args.parameters), gib_of(args.gpu_memory))
     if args.parameters is not None:
@@ -273,7 +273,7 @@ def _of_recipe(args: argparse.Namespace) -> list[Finding]:
 
 
 def _told(subject: str, findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield a heading, and a paragraph for each finding. If several have the same sample, only the first shows it."""
+    """Yield a heading and the lines of each finding. If several have the same sample, only the first shows it."""
     counts = Counter(one.gravity for one in findings)
     told = [f"{counts[one]} grave" if one == "grave" else counted(counts[one], one) for one in GRAVITIES if counts[one]]
     yield f"{subject}: {', '.join(told) or 'nothing found'}"

@@ -28,18 +28,21 @@ GRAVITIES: tuple[Gravity, ...] = ("grave", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """A result of a rule. `evidence` holds the figures, `field` names the setting to change, and `fix` says what to do. For a
-    numeric field, `fix` begins with the present value. `sample` is a line of samples.jsonl that shows the problem. `docs` is
-    the page that explains the rule."""
+    """A result of a rule."""
 
     id: str
     gravity: Gravity
     evidence: str
+    """Figures that show the problem."""
     field: str
+    """Setting to change."""
     fix: str
+    """What to do. If the field is numeric, this begins with its present value."""
     sample: Mapping[str, Any] | None = None
+    """Line of samples.jsonl that shows the problem."""
     meaning: str = ""
     docs: str = ""
+    """Page that explains the rule."""
 
     @property
     def brief(self) -> str:

@@ -235,7 +235,7 @@ def problems(view: SetView) -> Rows:
 
 
 def _odd(texts: Sequence[str], num: int, share: float, least: int = 1) -> str:
-    """Return `3 of 40, such as 'x'` for 3 `texts` and `num` 40. Return "" for fewer than `least` or `share` · `num` texts."""
+    """Return `3 of 40, such as 'x'` for 3 `texts` and `num` 40, or "" for fewer than `least` or `share` · `num` texts."""
     return f"{len(texts)} of {num}, such as {texts[0]!r:.160}" if len(texts) >= max(least, share * num) else ""
 
 
@@ -275,15 +275,14 @@ def _head(text: str) -> set[str]:
 
 
 def _counting(texts: Sequence[str], form: str = r"\D*(\d+)\D*") -> list[str]:
-    """Return each text with a number n that is followed by a text with n + 1. Texts that `form` does not match are left out. Of
-    texts with the same number, only the last one is examined."""
+    """Return each text with a number n that is followed by a text with n + 1, among those that `form` matches."""
     numbers = {int(found[1]): text for text in texts if (found := re.fullmatch(form, text))}
     return [text for (one, text), (after, _) in pairwise(numbers.items()) if after == one + 1]
 
 
 def _shifted(view: SetView) -> Rows:
-    """Yield `references-shifted` if prompts share more words with the previous or next row's answer than with their own. There
-    is no finding if prompts are numbered, or if they also share many words with the answer two rows away."""
+    """Yield `references-shifted` if prompts share more words with a neighbouring row's answer than with their own, unless they
+    are numbered, or also share many words with the answer two rows away."""
     asked, said = ([set(re.findall(r"\w+", one.lower())) for one in column] for column in (view.asked, view.columns))
     shares = {by: [len(asked[at] & one) / max(1, len(one)) for at in range(2, len(asked) - 2) for one in [said[at + by]]]
               for by in range(-2, 3)}  # fmt: skip
@@ -307,9 +306,9 @@ def _is_dressed(answer: str) -> bool:
 
 
 def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], int]:
-    """Return the references that the reward rejects, and the number of references examined. If the scorer compares texts, first
-    look for references that `answer_pattern` cannot read. If it reads all, look for references that earn nothing in trial
-    calls. If all earn nothing, or wrong answers earn as much, return none: other rules report that."""
+    """Return the references that the reward rejects, and the number of references examined: those that `answer_pattern` cannot
+    read, or else those that earn nothing in trial calls. Return none if all earn nothing, or wrong answers earn as much, since
+    other rules report that."""
     is_read = view.share.reward.answer_pattern and view.share.reward.scorer in ("task", "exact") and reads(view.share, *_PROBES)
     if is_read and (lost := [one for one in answers if not reads(view.share, one)]):
         return lost, len(answers)
@@ -448,7 +447,7 @@ def rewards(view: SetView) -> Rows:
 
 
 def _is_said(words: list[str], text: str) -> bool:
-    """Return whether the text has all `words`. A prohibition such as `do not use \\boxed` does not count."""
+    """Return whether the text has all `words`, outside a prohibition such as `do not use \\boxed`."""
     forbidden = rf"(?i)\b(?:not|never|no|without|avoid|omit)\s+(?:\w+\s+){{0,2}}\W?{re.escape(words[0])}"
     return all(word in re.sub(forbidden, "", text) for word in words)
 

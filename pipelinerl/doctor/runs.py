@@ -198,7 +198,7 @@ def policy(run: RunRecords) -> Rows:
 
 
 def _lacks_half(evaluation: Mapping[str, Any], asked: int) -> bool:
-    """Return whether half of an evaluation's answers are missing. `asked`: number of answers that the recipe asks for."""
+    """Return whether at least half of the `asked` answers of an evaluation are missing."""
     missing, accuracy, bound = (number_at(evaluation, key) or 0.0 for key in ("unanswered", "accuracy", "lower_bound"))
     return missing >= asked / 2 or bool(missing and accuracy and bound <= accuracy / 2)  # bound / accuracy: the answered share
 

@@ -45,9 +45,9 @@ def write_report(run_dir: Path, findings: Sequence[Finding] | None = None) -> Pa
 
 
 def report_of(run_dir: Path, samples_read: int = SAMPLES_READ, findings: Sequence[Finding] | None = None) -> str:
-    """Return the report as an HTML page that needs no network. It shows samples from the first and last `samples_read` lines of
-    samples.jsonl. `findings`: results of `examine_run`; None = call `examine_run`. Raises `FieldError` if the folder is not
-    a run's, or if a value in its records has a type that a run does not write."""
+    """Return the report as an HTML page that needs no network, with samples from the first and last `samples_read` lines of
+    samples.jsonl. `findings`: results of `examine_run`; None = call it. Raises `FieldError` if the folder is not a run's, or if
+    a value in its records has a wrong type."""
     recipe = recipe_of_run(recipe_file := run_dir / "recipe.yaml", "RUN_DIR")
     records, samples = read_jsonl(run_dir / "metrics.jsonl"), jsonl_ends(run_dir / "samples.jsonl", samples_read)
     text = recipe_file.read_text(encoding="utf-8")

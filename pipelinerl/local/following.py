@@ -82,8 +82,7 @@ async def _status(trainer: trainer_pb2_grpc.TrainerServiceStub) -> trainer_pb2.T
 
 
 async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: RunState, elapsed_s: Callable[[], float]) -> None:
-    """Record every optimizer step once, in order, and remove the steps that a restart of the trainer undid. Steps that a
-    trainer took before the runner first reached it do not count for the pace."""
+    """Record every optimizer step once, in order, and remove the steps that a restart of the trainer undid."""
     incarnation, begun, heard = -1, 0, 0
     while True:
         if (status := await _status(trainer)) is not None:
@@ -93,7 +92,7 @@ async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: Run
                 heard = state.step
             with contextlib.suppress(grpc.aio.AioRpcError):  # The trainer is starting or ending.
                 async for message in trainer.StreamMetrics(trainer_pb2.StreamMetricsRequest(from_step=heard + 1)):
-                    if message.step > heard:
+                    if message.step > heard:  # Steps before the runner's arrival do not count for the pace.
                         heard = message.step
                         state.on_step(json.loads(message.json), elapsed_s() if heard > begun else None)
         await asyncio.sleep(_RETRY_S)

@@ -14,9 +14,9 @@ from pipelinerl.run_dir import RunDir, write_json
 
 
 def placed_here(recipe: Recipe, wanted: str = "") -> tuple[Recipe, Placement | None, list[str]]:
-    """Return the recipe, the placement (None without a GPU), and lines to print. In the recipe, numbers replace `auto`, and
-    Gloo replaces NCCL if needed. `wanted`: the user's placement, as JSON or as a JSON file's name; "" = choose one. Raises
-    `FieldError` if the placement is invalid, or if it or the recipe does not fit this machine."""
+    """Return the recipe, with numbers for `auto` and, if needed, Gloo for NCCL; the placement (None without a GPU); and lines
+    to print. `wanted`: the user's placement, as JSON or as a JSON file's name; "" = choose one. Raises `FieldError` if the
+    placement is invalid, or if it or the recipe does not fit this machine."""
     found = find_devices()
     if not found.devices:
         if wanted:
@@ -50,7 +50,7 @@ def write_placement(run_dir: RunDir, recipe: Recipe, placement: Placement | None
 
 
 def _text(wanted: str) -> str:
-    """Return the user's placement as JSON text. Raises `FieldError` if its file cannot be read."""
+    """Return the user's placement as JSON text, read from the file that `wanted` may name."""
     if wanted.lstrip().startswith("{"):
         return wanted
     try:
@@ -60,7 +60,7 @@ def _text(wanted: str) -> str:
 
 
 def _why_not_nccl(release: tuple[int, ...], on_instance: bool) -> str:
-    """Return why NCCL cannot be used between two processes on one GPU, or "". `on_instance`: the GPU is a MIG instance."""
+    """Return why NCCL cannot be used between two processes on one GPU or MIG instance, or ""."""
     if release < (2, 30):
         return "NCCL before 2.30 does not connect two processes on one GPU"
     return "NCCL has not been tried between two processes on a MIG instance" if on_instance else ""

@@ -211,7 +211,7 @@ class LocalRun:
             await self._until_trained(trainer, verifier, nats)
 
     async def _until_trained(self, trainer: Service, verifier: Service, nats: Service) -> None:
-        """Start the trainer and wait for the run's end. Fails if NATS, verifier, trainer or every actor is out of restarts."""
+        """Start the trainer, and keep all services running until the run ends."""
         async with asyncio.TaskGroup() as group:
             watching = watch_actors(self._actors, self._certificates, self._state)
             upkeep = watching, self._keep(nats), self._keep(verifier), self._keep_actors(), self._watch_disk()
@@ -227,7 +227,7 @@ class LocalRun:
             raise trainer.process.died()
 
     async def _watch_disk(self) -> None:
-        """Check the disk until cancelled. Raises `ServiceError` if it has too little space for another checkpoint."""
+        """Raise `ServiceError` as soon as the disk has too little space for another checkpoint."""
         while True:
             next_bytes = self.run_dir.next_checkpoint_bytes(self.recipe.checkpoint.keep, self._first_checkpoint)
             free, needed = free_bytes(self.run_dir.path), self.reserve_bytes + next_bytes
@@ -241,7 +241,7 @@ class LocalRun:
     # Starting and stopping.
 
     async def _start_nats(self) -> Service:
-        """Start NATS, whose address file exists while it runs. A restart keeps port and streams, so the services reconnect."""
+        """Start NATS. A restart keeps port and streams, so the services reconnect."""
         self._set_phase("starting nats-server")
         folder, log, port = self.run_dir.nats_store.resolve(), self.run_dir.log(NATS).resolve(), 0
 
@@ -325,7 +325,7 @@ class LocalRun:
         kill_session(trainer.pid)
 
     def _begin_to_stop(self) -> float:
-        """Begin the stop if it has not begun yet. Return its deadline, as a time of the monotonic clock."""
+        """Begin the stop if it has not begun yet, and return its deadline on the monotonic clock."""
         if self._stop_by_s is None:
             self._stop_by_s = time.monotonic() + self.stop_within_s
             trainer = self._processes.get(TRAINER)
@@ -354,7 +354,7 @@ class LocalRun:
     # Restarts.
 
     async def _start(self, service: Service) -> ServiceProcess:
-        """Start a service. Raises `ServiceError` if no process can be started."""
+        """Start a process of the service, or raise `ServiceError`."""
         if service_of(service.name) in ("actor", TRAINER):
             await self._restore_cache()
         process = self._processes[service.name] = service.process = await ServiceProcess.start(service.prepare())
@@ -364,7 +364,7 @@ class LocalRun:
         return process
 
     async def _restore_cache(self) -> None:
-        """Recreate cached folders that services need, if they were removed. Raises `ServiceError` if that fails."""
+        """Recreate cached folders that services need, if they were removed."""
         async with self._making_model:  # Several services may start at once.
             restore_compiled(self._launches.environment)
             model = Path(self._launches.model_dir)
@@ -373,7 +373,7 @@ class LocalRun:
                 self._launches.model_dir = await initial_model(self._launches, self._process, self._set_phase)
 
     async def _keep(self, service: Service) -> None:
-        """Restart the service when its process ends, until the run is finished. Raises `ServiceError` if no restart is left."""
+        """Restart the service when its process ends, until the run is finished or no restart is left (`ServiceError`)."""
         served = False
         while True:
             assert service.process is not None, "it has been started"
@@ -429,7 +429,7 @@ class LocalRun:
         return min(wanted, most)
 
     async def _keep_actors(self) -> None:
-        """Keep the wanted number of actors running until cancelled. Fails when no actor may be restarted any longer."""
+        """Keep the wanted number of actors running until cancelled, or until none may be restarted (`ServiceDied`)."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 wanted, here = self._actors_wanted(), len(self._actors)
@@ -454,8 +454,7 @@ class LocalRun:
             self._note(f"{died.name} is not restarted again: {died}")
 
     async def _scale(self, count: int) -> None:
-        """Remove all actors that died too often, and then start or stop actors until there are `count`. Those with the highest
-        numbers are stopped. New actors get the lowest free numbers. Raises `ServiceError` if a process cannot be started."""
+        """Remove actors that died too often, then start or stop actors until there are `count`. The lowest numbers are kept."""
         if count == 0:
             command = f"pipelinerl scale actors N --run-dir {shlex.quote(str(self.run_dir.path))}"
             self._note(f"the number of actors is 0: nothing is generated until you run `{command}`")
@@ -535,7 +534,7 @@ class LocalRun:
 
     @contextmanager
     def _perhaps_unread(self) -> Iterator[None]:
-        """Stop the run cleanly if its output is a closed pipe, as after `| head`. Ignore other errors of the output."""
+        """Stop the run cleanly if its output is a closed pipe, as after `| head`, and ignore other errors of the output."""
         try:
             yield
         except BrokenPipeError:
@@ -561,8 +560,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """If all errors in `raised` are `PipelineRLError` or due to a full disk, return the first one, as a `PipelineRLError`.
-        Otherwise, raise `raised`."""
+        """Return the first error of `raised` as a `PipelineRLError`, or raise it if any is neither one nor a full disk."""
         errors = _leaves(raised)
         if any(not isinstance(one, PipelineRLError) and getattr(one, "errno", None) not in _DISK_FULL for one in errors):
             raise raised

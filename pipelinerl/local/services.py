@@ -47,10 +47,10 @@ class ThreadPlan:
 def plan_threads(
     cores: int, num_actors: int, trainer_threads: int = 0, engine_threads: int = 0, *, take_turns: bool = False
 ) -> ThreadPlan:
-    """Give half of the cores, rounded down, to the trainer, and divide the rest among the actors. Each gets at least 1. Thread
-    counts above 0 come from the recipe and do not change. If only `engine_threads` is given, the trainer gets the other cores.
-    `take_turns`: trainer and actors compute at different times, so the trainer gets all cores, and the actors divide all cores
-    among them. Each actor then keeps one of its cores free for the code that feeds the engine."""
+    """Divide the cores: half, rounded down, for the trainer, and the rest for the actors, at least 1 for each. Thread counts
+    above 0 come from the recipe and do not change; if only `engine_threads` is given, the trainer gets the other cores. With
+    `take_turns`, trainer and actors compute at different times: the trainer gets all cores, and the actors divide all cores,
+    each keeping one free for the code that feeds the engine."""
     actors = max(1, num_actors)
     if take_turns:
         return ThreadPlan(trainer_threads or cores, engine_threads or max(1, cores // actors - 1))

@@ -292,8 +292,7 @@ def _to_proto(value: Any) -> dict[str, Any]:
 
 
 def _from_proto(message: Message, kind: str, prefix: str = "") -> dict[str, Any]:
-    """Return a message's fields as keyword arguments for its dataclass. Raises `MessageError` only for wrong lengths of arrays
-    and unknown finish reasons."""
+    """Return a message's fields as keyword arguments for its dataclass. Only array lengths and finish reasons are checked."""
     fields = {name: getattr(message, name) for name in message.DESCRIPTOR.fields_by_name}
     for name in fields:
         if name in _DECODERS:
@@ -342,7 +341,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
 
 
 def _check_sequence(sequence: Sequence, expected_run: str = "") -> None:
-    """Check a sequence. Only a sequence with a `failure` may lack tokens."""
+    """Raise `MessageError` for an invalid sequence. Only one with a `failure` may lack tokens or a finish reason."""
     _check_names(sequence, expected_run, _SEQUENCE)
     _check_num_samples(sequence.group_size, _SEQUENCE, "group_size")
     if sequence.finish_reason is None and not sequence.failure:

@@ -105,8 +105,8 @@ class VerifierClient:
         await self._channel.close()
 
     async def verify(self, items: list[pb.VerifyItem]) -> list[pb.VerifyResult]:
-        """Return one result per item, in order. A reward is within ±`MOST_REWARD`, and 0 unless the result's status is OK. Wait
-        without limit while the verifier is unreachable, full or late. Raises `ServiceError` if the items are too large, or the
+        """Return one result per item, in order; a reward is within ±`MOST_REWARD`, and 0 unless the status is OK. Wait without
+        limit while the verifier is unreachable, full or late. Raises `ServiceError` if the items are too large, or if the
         verifier refuses the call or keeps failing, and `MessageError` if the answer does not match the items."""
         if not items:
             return []
@@ -157,11 +157,8 @@ class VerifierClient:
 
     @contextmanager
     def _tries(self) -> Iterator[verifier_pb2_grpc.VerifierServiceStub]:
-        """Yield the stub for one call, and call `on_failed_try` if the call fails.
-
-        A channel keeps the certificates with which it was opened. If the server is unreachable and the certificates have been
-        renewed, later calls use a new channel. The old channel is not closed, because that would cancel its other calls.
-        """
+        """Yield the stub for one call, and call `on_failed_try` if the call fails. If the server was unreachable and the
+        certificates have been renewed, later calls use a new channel."""
         channel = self._channel
         try:
             yield verifier_pb2_grpc.VerifierServiceStub(channel)
@@ -169,7 +166,7 @@ class VerifierClient:
             self._on_failed_try(error.code().name)
             away = error.code() is grpc.StatusCode.UNAVAILABLE and channel is self._channel
             if away and self._files is not None and self._files.renew():
-                self._channel = self._opened()
+                self._channel = self._opened()  # Closing the old channel would cancel its other calls.
             raise
 
     def _text(self, error: Exception) -> str:
