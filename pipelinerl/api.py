@@ -67,9 +67,9 @@ def start(
     """Start a run on this machine and return at once. The run is stopped cleanly when this program exits.
 
     `recipe`: the name of a shipped recipe, a recipe file, or a mapping of its fields. `reward`: a function, even one of a
-    notebook; `package.module:function` or `file.py:function`, whose file can import the modules beside it; or the name of a
-    scorer. `overrides`: fields by their paths, as in `**{"trainer.steps": 40}`. `name`, `run_dir`: as for `pipelinerl run`.
-    Raises `UserError` for a mistake.
+    notebook; `package.module:function` or `file.py:function`; or the name of a scorer. A function in a file can import the
+    other modules of that folder or package. `overrides`: fields by their paths, as in `**{"trainer.steps": 40}`. `name`,
+    `run_dir`: as for `pipelinerl run`. Raises `UserError` for a mistake.
     """
     given: Path | None = None
     if isinstance(recipe, Mapping):

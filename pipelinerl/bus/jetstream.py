@@ -125,7 +125,7 @@ class Bus:
         """Create the streams and the membership bucket; existing ones keep their contents and limits. Wait up to
         `CREATE_WITHIN_S` for a cluster of servers that has no leader yet.
 
-        With `fresh`, raises `FieldError` and creates nothing if PROMPTS, SEQUENCES or CONTROL ever held a message. It could be
+        With `fresh`, raises `FieldError` and creates nothing if PROMPTS, SEQUENCES or CONTROL ever held a message. It would be
         mistaken for one of this run, because each run counts its ids from 0.
         """
         deadline = time.monotonic() + CREATE_WITHIN_S

@@ -429,7 +429,7 @@ class LocalRun:
         return min(wanted, most)
 
     async def _keep_actors(self) -> None:
-        """Keep the wanted number of actors running until cancelled, or until none may be restarted (`ServiceDied`)."""
+        """Keep the wanted number of actors running until cancelled. Fails if all died too often, or one cannot be restarted."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 wanted, here = self._actors_wanted(), len(self._actors)
@@ -560,7 +560,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error of `raised` as a `PipelineRLError`, or raise it if any is neither one nor a full disk."""
+        """Return the first error of `raised` as a `PipelineRLError`; raise `raised` if any is neither one nor a full disk."""
         errors = _leaves(raised)
         if any(not isinstance(one, PipelineRLError) and getattr(one, "errno", None) not in _DISK_FULL for one in errors):
             raise raised
