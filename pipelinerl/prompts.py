@@ -74,13 +74,12 @@ def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
 
 
 class ControlTokens:
-    """A tokenizer for prompts that lets no text become a control token.
+    """A tokenizer for prompts that lets no text become a control token, such as `<|im_end|>` of Qwen3.
 
-    Control tokens are the tokenizer's added tokens that are special, contain `|`, or enclose messages in the chat template.
-    Tags with `think` in their name do not count as enclosing. With Qwen3, for example, `<|im_end|>` is a control token, but
-    `<think>` and `<tool_call>` are not. In the result of a tool, all added tokens are control tokens: a tool cannot write them.
+    Control tokens are added tokens that are special, contain `|`, or enclose messages in the chat template, unlike `<think>`.
+    In the result of a tool, all added tokens are control tokens.
 
-    `has_own_encoder`: True for gpt-oss. Its own encoder never reads added tokens in texts, so `parted` inserts no marks.
+    `has_own_encoder`: True for gpt-oss, whose own encoder never reads added tokens in texts. `parted` then inserts no marks.
     """
 
     def __init__(self, tokenizer: Any, *, has_own_encoder: bool = False) -> None:
@@ -130,9 +129,9 @@ control_tokens = lru_cache(maxsize=8)(ControlTokens)
 
 @lru_cache(maxsize=8)
 def answer_end(tokenizer: Any) -> int | None:
-    """Return the token with which the chat template ends an answer. Engines need it, because a base model's generation config
-    does not name this token. Return None if the token is the tokenizer's end token, which engines know. Also return None if
-    answers end with plain text, or if the template fails. Raises `FieldError` without a template."""
+    """Return the token with which the chat template ends an answer, because engines may not know it. None means that it is the
+    tokenizer's end token, which engines know, that plain text ends answers, or that the template fails. Raises `FieldError`
+    without a template."""
     if not tokenizer.chat_template:
         fix = "this tokenizer has no chat template; use plain, or name one with model.chat_template"
         raise FieldError("task.prompt_style", "chat", fix)

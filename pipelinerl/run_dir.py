@@ -153,9 +153,8 @@ def find_run(folder: Path, option: str) -> RunDir:
 
 
 def new_place(recipe_name: str, now: datetime, name: str | None, path: Path | None, option: str = "--name") -> RunDir:
-    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, make a folder. Its name is the
-    recipe's, cut to fit, with the time `now`, and with a number if that folder exists. Raises `FieldError` about `option` if
-    the name cannot be used."""
+    """Return the folder of a new run: `path` if given, else `runs/<name>`. If neither is given, make a folder with the recipe's
+    name and the time `now` in its name. Raises `FieldError` about `option` if the name cannot be used."""
     stamp = f"-{now:%Y%m%d-%H%M%S}"
     cut = recipe_name[: _RUN_NAME_LENGTH - len(f"{stamp}-99")].rstrip("-")
     stamped = f"{cut}{stamp}" if name is None else check_run_name(name, option)
@@ -173,8 +172,8 @@ def create_run_dir(
 ) -> RunDir:
     """Make the folder of a new run: `path` if given, else `runs/<name>`. The default name is the recipe's with the time `now`.
 
-    A new folder can be read only by its owner. If the folder holds only files of a run whose trainer never started, they are
-    removed. Raises `FieldError` if the name cannot be used, the folder holds other files, or its disk is too full.
+    Only the owner can read a new folder. Files of a run whose trainer never started are removed. Raises `FieldError` if the
+    name cannot be used, the folder holds other files, or its disk is too full.
     """
     RunDir(path or Path("runs"), "").check_space("--run-dir", first_checkpoint_bytes)
     run = new_place(recipe_name, now, name, path)
@@ -235,8 +234,7 @@ _UNSTARTED = {
 
 
 def _make_empty(run: RunDir, option: str) -> None:
-    """Make the folder, or empty it if its run's trainer never started. Raises `FieldError` about `option` if the folder is a
-    file, cannot be made or holds anything else."""
+    """Make the folder, or empty it if its run's trainer never started. Raises `FieldError` if neither is possible."""
     path, value = run.path, str(run.path)
     if path.exists() and not path.is_dir():
         raise FieldError(option, value, "is a file; give a folder that is new or empty")
@@ -310,17 +308,17 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 
 
 class Checkpoint:
-    """A policy on disk. `path`: its folder, with whole weights or an adapter. `adapter`: the adapter's configuration, or empty.
-    `run`: the folder of its run; `path` if it has none. `version`: its policy version, or None if it states none. `tokenizer`:
-    the folder with its tokenizer, which is the parent folder for an adapter of a run. An adapter without a tokenizer uses
-    that of its base model, which may be a name on the hub."""
+    """A policy on disk: whole weights or an adapter."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.run, self.adapter = path, _run_of(path), read_json(path / ADAPTER)
+        """Its folder; the folder of its run, or `path` if it has none; the adapter's configuration, or empty."""
         found = (one for one in (path, path.parent) if (one / "tokenizer_config.json").is_file())
         self.tokenizer = next(found, Path(self.adapter.get("base_model_name_or_path") or path))
+        """Folder of the tokenizer, which may be the parent folder. An adapter may use that of its base model on the hub."""
         version = read_json(self.tokenizer / ABOUT).get("policy_version")
         self.version: int | None = version if isinstance(version, int) else None
+        """Policy version; None if no file states it."""
 
 
 def _run_of(folder: Path) -> Path:

@@ -103,10 +103,9 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """Return the field's path and the value of an override `a.b=value`. The value is read as YAML, with exceptions for fields
-    of text and of lists of texts: an empty value, and an unquoted one in which YAML would see a comment (such as the pattern
-    `#(\\d+)$`), are taken literally. A field of text takes invalid YAML literally, too. Raises `FieldError` if `=` or a name
-    is missing, or if the value is not YAML."""
+    """Return the field's path and the value, read as YAML, of an override `a.b=value`. Fields of text and of lists of texts
+    take an empty value, and an unquoted one with a YAML comment, literally. Raises `FieldError` if `=` or a name is missing, or
+    for invalid YAML, which only a field of text takes literally."""
     path, equals, value = text.partition("=")
     names = tuple(name.strip() for name in path.split("."))
     if not equals or not all(names):
@@ -114,6 +113,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     kind = field.annotation if (field := field_at(Recipe, names)) else None
     as_text = _as_taken(kind, value)
     as_yaml = ("'", '"', "[") if isinstance(as_text, list) else ("'", '"')
+    # In a text, `#` is more likely a part of a pattern, such as #(\d+)$, than the start of a comment.
     if (not value.strip() or re.search(r"(^|\s)#", value)) and as_text is not None and not value.strip().startswith(as_yaml):
         return names, as_text
     try:
@@ -203,7 +203,7 @@ _WITH_PATHS = ("task", "tasks", "evaluation", "sets", "model")
 def modules_beside(recipe: Recipe, file: Path) -> Path | None:
     """Return the folder of a recipe's file if a module that the recipe names is there, such as reward.py for `reward:score`.
     Return None otherwise, and for the current folder, whose modules are found anyway. Raises `FieldError` if a module in the
-    returned folder has the name of a library, because Python would import the module in place of the library."""
+    returned folder would hide a library."""
     beside = {path.stem: path for path in file.parent.glob("*.py")} | {
         path.parent.name: path.parent for path in file.parent.glob("*/__init__.py")
     }
@@ -266,8 +266,8 @@ def recipe_from_data(data: dict[str, Any], source: str, overrides: Sequence[str]
 
 
 def _read_chat_template(data: dict[str, Any]) -> Iterator[FieldError]:
-    """Replace the name of a file in `model.chat_template` with the file's text, because other machines do not have the file.
-    Yield an error if the file cannot be read or holds no template."""
+    """Replace a file's name in `model.chat_template` by the file's text, because other machines lack the file. Yield an error
+    if it cannot be used."""
     model = data.get("model")
     path = model.get("chat_template") if isinstance(model, dict) else None
     try:
@@ -343,9 +343,8 @@ def check_resumable(old: Mapping[str, Any], new: Recipe) -> list[Change]:
 
 
 def recipe_changes(old: Mapping[str, Any], new: Recipe) -> list[Change]:
-    """Return the fields that differ. `old` may be from another version of pipelinerl. A field that is missing in `old` is
-    compared as if it had this version's default. A field that this version does not know has the new value `UNKNOWN`. A section
-    that is null in only one of the recipes counts as one change."""
+    """Return the fields that differ. `old` may be from another version of pipelinerl: a field that it lacks counts as this
+    version's default, and a field that this version does not know has the new value `UNKNOWN`."""
     algorithm = old.get("algorithm")
     if isinstance(algorithm, Mapping):  # Some losses change the defaults of other fields.
         old = {**old, "algorithm": {**PUBLISHED.get(str(algorithm.get("loss")), {}), **algorithm}}

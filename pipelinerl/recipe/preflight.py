@@ -68,9 +68,9 @@ sys.exit({_IMPORTED})
 
 
 def try_import(field: str, path: str, config: str, environment: Mapping[str, str], code: str = _IMPORT) -> None:
-    """Import `pkg.module:name` in a separate process, because a user's module may do anything. As in the verifier, modules in
-    the current folder are found. The object is not called, but a tool's parameters and an environment's methods are checked.
-    `config` is `task.config` as JSON. Raises `MissingPackage` if a module is not installed, `UserError` for another problem."""
+    """Import `pkg.module:name` in a separate process, because a user's module may do anything. Check a tool's parameters or an
+    environment's methods. `config`: `task.config` as JSON. Raises `MissingPackage` if a module is not installed, `UserError`
+    for another problem."""
     command = [sys.executable, "-c", code, field, path, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, env=environment)
@@ -115,9 +115,9 @@ def environment_with(modules: Path | None) -> dict[str, str]:
 
 
 def examine(recipe: Recipe, reward_rows: int = 0, modules: Path | None = None, *, prompts: bool = False) -> Examination:
-    """Check the recipe and this machine. Among other things, make a held-out problem of each problem set, import the user's
-    code, and call the rewards on up to `reward_rows` problems of each set. `modules`: folder of the user's code. `prompts`:
-    render prompts even if no set uses a chat template. Raises `FieldError` if `reward_rows` is negative."""
+    """Check the recipe and this machine, the user's code, and the rewards on up to `reward_rows` problems of each set.
+    `modules`: folder of the user's code. `prompts`: render prompts even if no set uses a chat template. Raises `FieldError` if
+    `reward_rows` is negative."""
     if reward_rows < 0:
         raise FieldError("--reward-rows", reward_rows, "give 0 to try no reward, or a larger number")
     examined, environment = Examination(), environment_with(modules)
@@ -232,8 +232,7 @@ def _packages(recipe: Recipe) -> Iterator[FieldError]:
 
 
 def _task(recipe: Recipe, place: str, share: ProblemSet, sources: dict[str, Source]) -> Iterator[FieldError]:
-    """Add the source of a problem set to `sources`. Yield an error if the source cannot make a problem, or if a question has a
-    character that the recipe's small model does not know."""
+    """Add the source of a problem set to `sources`. Yield an error if it makes no problem or does not suit the model."""
     task = share.task
     try:
         source = make_source(task, recipe.seed, is_trained_on=share.name in recipe.mixture)

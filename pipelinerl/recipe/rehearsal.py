@@ -44,9 +44,9 @@ _OTHERS_TRIED = 6
 
 @dataclass(frozen=True)
 class Call:
-    """One trial call of a reward on a problem. The reward scores the completions in `forms` one by one, until it fails, or
-    finds in a completion the answer of the same pair. `completion` and the fields from `answer` on describe the completion
-    that was scored last. If the reward neither fails nor finds such an answer, the results leave out the call."""
+    """One trial call of a reward on a problem. The reward scores the completions in `forms` in order, until it fails or finds
+    the required answer; if it does neither, the results lack the call. `completion` and the fields from `answer` on describe
+    the completion that was scored last."""
 
     place: str
     """Problem set, as a key of `Recipe.sets_by_place`."""
@@ -120,8 +120,7 @@ def rehearse(
 
 
 def _calls(recipe: Recipe, place: str, share: ProblemSet, source: Source, num_rows: int) -> Iterator[Call]:
-    """Yield the calls to make for a problem set: with reference answers, with wrong answers and with empty completions. Only
-    the first problem, and each problem without a reference answer, gets an empty completion."""
+    """Yield the calls to make for a problem set: with reference answers, wrong answers and empty completions."""
     split, there = (Split.TRAIN, num_rows) if share.name in recipe.mixture else (Split.HELDOUT, source.num_heldout)
     if split is Split.TRAIN and isinstance(source, FileSource):
         there = len(source.problems) - source.num_heldout
@@ -210,8 +209,8 @@ def _start_problem(shares: Mapping[str, ProblemSet], problem: str) -> FieldError
 
 
 def _problems(shares: Mapping[str, ProblemSet], calls: list[Call]) -> Iterator[FieldError]:
-    """Yield an error for each problem set whose reward fails: all reference answers fail, or a call fails for another reason
-    than a `bad_reference`. A single `bad_reference` is a mistake in its row, not in the reward."""
+    """Yield an error for each problem set whose reward fails for all reference answers, or ever fails for another reason than a
+    `bad_reference`, which is a mistake in one row."""
     for place, share in shares.items():
         made = [call for call in calls if call.place == place]
         failed = [call for call in made if call.status != "ok"]

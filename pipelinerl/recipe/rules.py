@@ -138,7 +138,7 @@ def _tasks(recipe: Recipe) -> Broken:
 
 
 def _task(recipe: Recipe, task: TaskConfig) -> Broken:
-    """Yield pairs (field of `TaskConfig`, problem). If a small model cannot read the task, that problem comes first."""
+    """Yield pairs (field of `TaskConfig`, problem)."""
     from_file = task.source == "jsonl" and task.prompt_style == "plain"  # `preflight` checks the characters of such prompts
     if recipe.model.source == "package" and recipe.model.name in PACKAGED and not from_file:
         source, name = PACKAGED[recipe.model.name]

@@ -50,16 +50,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy on one set of problems, in the form of metrics.jsonl and summary.json. `accuracy`: mean share of right answers,
-    over problems with a verdict. `lower_bound`: share of right answers if the `unanswered` answers without a verdict count as
-    wrong. `pass_at`: estimates for k = 2, 4, 8, … and for the number of answers per problem, each over problems with at least k
-    verdicts. `reported`: means (see `means_of`) of further numbers that environments or rewards report."""
+    """Accuracy on one set of problems, in the form of metrics.jsonl and summary.json."""
 
     accuracy: Estimate
+    """Mean share of right answers, over problems with a verdict."""
     lower_bound: float
+    """Share of right answers if the `unanswered` answers, which have no verdict, count as wrong."""
     unanswered: int
     pass_at: dict[str, Estimate] = field(default_factory=dict)
+    """For k = 2, 4, 8, … and for the number of answers per problem, each over problems with at least k verdicts."""
     reported: Mapping[str, float] = field(default_factory=dict)
+    """Means (see `means_of`) of further numbers that environments or rewards report."""
 
 
 def accuracy_of(verdicts: Iterable[Sequence[bool | None]]) -> Accuracy | None:

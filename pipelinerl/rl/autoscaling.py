@@ -53,9 +53,9 @@ def newest_rates(produced: deque[Production], fewest: int) -> tuple[float, float
 
 
 def replicas_wanted(needed: float, most: int, current: int | None = None) -> int:
-    """Return `needed` rounded up, at least 1 and at most `most`. `needed`: number of actors that just keep up with the trainer,
-    such as 2.4. So that the result changes seldom, the previous number `current` is kept while it is at most 0.1 below `needed`
-    and at most 1 + `current` / 10 above it."""
+    """Return `needed`, the number of actors that just keep up with the trainer, rounded up to a whole number from 1 to `most`.
+    So that the result changes seldom, the previous number `current` is kept while it is at most 0.1 below `needed` and at most
+    1 + `current` / 10 above it."""
     enough = max(1, math.ceil(needed))
     if current is not None and current - 1 - 0.1 * current <= needed <= current + 0.1:
         enough = current

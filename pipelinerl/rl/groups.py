@@ -68,16 +68,18 @@ WAIT_SHARE = 0.02
 
 
 class IssueRoom(NamedTuple):
-    """Limits on issuing groups, and their reasons. `allowance`: groups that may be issued now. `by_version`: groups that
-    the staleness bound alone would allow. `held_by_max_lag`: True if `max_lag`, not the end of the run, makes `by_version` 0.
-    `in_flight`: samples that the freshness limit counts, which are in progress or belong to groups that wait for a step.
-    `limit`: the freshness limit in samples; None in conventional mode, whose phases bound the samples in flight."""
+    """Limits on issuing groups, and their reasons."""
 
     allowance: int
+    """Groups that may be issued now."""
     by_version: int
+    """Groups that the staleness bound alone would allow."""
     held_by_max_lag: bool
+    """True if `max_lag`, not the end of the run, makes `by_version` 0."""
     in_flight: int
+    """Samples that are in progress, or belong to groups that wait for a step. The freshness limit counts them."""
     limit: int | None
+    """The freshness limit in samples; None in conventional mode, whose phases bound the samples in flight."""
 
 
 class IssuedGroups(NamedTuple):
@@ -252,16 +254,15 @@ def smallest_group(baseline: Baseline) -> int:
 
 
 def group_advantages(rewards: ArrayLike, baseline: Baseline, normalize_std: bool = False) -> NDArray[np.float64]:
-    """Return the advantage of each sample of one group, float64[n], for rewards [n].
+    """Return the advantages, float64[n], of one group's n finite rewards. n is at least `smallest_group(baseline)`.
 
-    `group_mean`: r_i - mean(r) (GRPO, arXiv 2402.03300). `leave_one_out`: r_i - mean of the others (RLOO, arXiv 2402.14740),
-    which is n / (n - 1) times the former. `normalize_std` then divides by the group's sample standard deviation plus
-    `STD_FLOOR`. Equal rewards give exactly 0. `value`: r_i itself; the trainer subtracts the learned baseline token by token.
-    Rewards are finite, and n is at least `smallest_group(baseline)`."""
+    `group_mean`: r_i - mean(r) (GRPO, arXiv 2402.03300). `leave_one_out`: r_i - mean of the others (RLOO, arXiv 2402.14740).
+    `normalize_std` then divides by the group's sample standard deviation plus `STD_FLOOR`. `value`: r_i itself; the trainer
+    subtracts the learned baseline token by token."""
     values = np.asarray(rewards, dtype=np.float64)
     if baseline == "value":
         return values.copy()
-    shifted = values - values[0]
+    shifted = values - values[0]  # so that equal rewards give exactly 0
     centred = shifted - shifted.mean()
     advantages = centred * (values.size / (values.size - 1)) if baseline == "leave_one_out" else centred
     if normalize_std and values.size > 1:

@@ -134,19 +134,18 @@ class SequenceTracker:
     """The ledger, the open groups and figures about ended sequences. Each of `listeners` is called with each event.
 
     Callers check sequences with `decode_sequence` first. Sequences may arrive in any order and repeatedly; those of groups that
-    are not open are ignored. A group is lost if none of its samples is trained on; `issued_groups` also counts the groups that
-    replace lost ones. `tokens`: sampled tokens by outcome, since this process began."""
+    are not open are ignored. A group is lost if none of its samples is trained on."""
 
     def __init__(self, *listeners: Callable[[Mapping[str, Any]], None]) -> None:
         self._listeners = listeners
         self.ledger = Ledger()
-        self.tokens = {outcome.value: 0 for outcome in Outcome}
+        self.tokens = {outcome.value: 0 for outcome in Outcome}  # sampled tokens since this process began
         self._lengths = {outcome: Counter[int]() for outcome in (Outcome.TRAINED, Outcome.DROPPED_STALE)}
         """For each of the two outcomes, number of sequences by `length_bucket` since the last `take_ended_by_length`."""
         self.longest_tokens, self._num_ended = 1, 0
         """Tokens of the longest sequence trained on or dropped as stale since process start, and number of such sequences."""
         self.open_groups: dict[str, OpenGroup] = {}  # by id, in order of issue
-        self.issued_groups = 0
+        self.issued_groups = 0  # including those that replace lost ones
         self.lost_groups = 0
         self.num_waiting = 0
         """Number of samples that have arrived while others of their group have not."""

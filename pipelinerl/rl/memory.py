@@ -59,7 +59,7 @@ class Model:
     def of(cls, recipe: Recipe, parameters: float, kv_numbers: int = 0, **known: Any) -> Model:
         """Return the recipe's model; `known`: its other fields. `kv_numbers`: numbers per token in the KV cache; 0 = unknown.
         If unknown, `kv_bytes` is estimated: 128 KiB per token, as in Llama 3 8B, times the square root of `parameters` / 8e9.
-        This is 379 KiB at 70B, where Llama 3 has 320. Most models need less: Qwen2.5-7B has 56 KiB, Qwen3-30B-A3B has 96."""
+        Most models need less."""
         dtype_bytes = 4 if recipe.model.dtype == "float32" else 2
         kv_bytes = kv_numbers * dtype_bytes or 128 * 1024 * math.sqrt(parameters / 8e9)
         source = "from its config.json" if kv_numbers else "assumed, since its config.json is not on this machine"
@@ -105,9 +105,8 @@ def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
 
 def update_bytes(kept: float = 0, layer: float = 0) -> float:
     """Return the bytes that a weight update needs on an accelerator in addition to the live weights. `kept`: bytes of new
-    weights that the accelerator stores until the swap. `layer`: bytes of the largest decoder layer, if the paused actor loads
-    weights layer by layer. It counts twice, because vLLM has the received tensors in addition to the layer that it fills."""
-    return kept + 2 * layer + UPDATE_GIB * GIB
+    weights stored until the swap. `layer`: bytes of the largest decoder layer, if the paused actor loads layer by layer."""
+    return kept + 2 * layer + UPDATE_GIB * GIB  # vLLM has the received tensors and the layer that it fills.
 
 
 def loads_paused(recipe: Recipe) -> bool:
@@ -197,8 +196,8 @@ def share_problem(recipe: Recipe, least: float, most: float, why: str = "") -> F
 
 def state_bytes(recipe: Recipe, model: Model) -> float:
     """Return the bytes of training state over all ranks that share a copy: float32 weights and gradients, the optimizer's two
-    moments, 16-bit weights if the model is in 16 bits, and a KL term's reference model. With adapters, only the adapters have
-    gradients and moments. The model's frozen weights are counted once, because they are also the reference model."""
+    moments, 16-bit weights if the model has them, and a KL term's reference model. With adapters, only these have gradients and
+    moments, and the frozen weights are also the reference model."""
     moments = 2 if recipe.trainer.optimizer == "adamw_8bit" else 8
     each = (model.dtype_bytes if model.dtype_bytes < 4 else 0) + 4 + 4 + moments
     if recipe.trainer.lora is not None:
@@ -215,9 +214,9 @@ def shared_gib(recipe: Recipe, model: Model) -> tuple[float, float]:
 
 
 def snapshot_gib(recipe: Recipe, model: Model, memory_gib: float = math.inf) -> tuple[float, float]:
-    """Return the GiB of the trainer's snapshots on its device and in host memory. The device has `memory_gib`, and no actor
-    uses it. Snapshots are in host memory if there are several ranks, if the backend is Gloo, or if activations need the
-    device's memory. Snapshots of adapters are not counted, because they are small."""
+    """Return the GiB of the trainer's snapshots on its device, which has `memory_gib` and no actor, and in host memory. They
+    are in host memory with several ranks, with Gloo, or if activations need the device's memory. Those of adapters are not
+    counted, because they are small."""
     if sends_adapters(recipe):
         return 0.0, 0.0
     copies = MOST_SNAPSHOTS + LOG_COPIES * bool(recipe.weights.log_place)

@@ -142,9 +142,9 @@ def plan_step(
 ) -> StepPlan:
     """Plan micro-batches of at most `budget` tokens for sequences of `lengths` tokens. `outputs`: as in `CostModel.of`.
 
-    The plan has ⌈(best-fit-decreasing bins) / ranks⌉ slots, none of which is empty on all ranks. `prompts`: each sequence's
-    prompt, whose tokens `lengths` include; with them, sequences of one prompt can share the prompt's computation. With several
-    ranks, make a plan for each of `PIECES` and return the cheapest. Raises `FieldError` if a sequence exceeds the budget."""
+    `prompts`: each sequence's prompt, whose tokens `lengths` include; None = sequences share no prompt tokens. With prompts and
+    several ranks, make a plan for each of `PIECES` and return the cheapest. No slot is empty on all ranks. Raises `FieldError`
+    if a sequence exceeds the budget."""
     tokens = [int(length) for length in lengths]
     costs = cost_model.of(lengths, outputs)
     if prompts is None:
@@ -228,8 +228,7 @@ class _Planner:
     num_ranks: int
 
     def evened(self, packed: Bins, num_slots: int) -> Slots:
-        """Divide the bins `packed` among `num_slots` slots, so that the bins of a slot have similar costs. Redistribute the
-        sequences of a slot over its ranks if that makes the slot faster."""
+        """Divide the bins among slots of bins with similar costs, and even out the costs within each slot if possible."""
         padded = packed + [[] for _ in range(num_slots * self.num_ranks - len(packed))]
         falling = sorted(padded, key=lambda members: -_total(members, self.cost))
         return [self._evened_slot(falling[first : first + self.num_ranks]) for first in range(0, len(falling), self.num_ranks)]
@@ -241,14 +240,13 @@ class _Planner:
 
     def levelled(self, num_slots: int) -> Slots | None:
         """Fill one slot after the other with the costliest remaining sequences, so that the bins of a slot cost about the same.
-        To this end, each slot except the last has a level, the highest cost that its bins may have. The level is the remaining
-        cost divided by the number of remaining bins, or the cost of the costliest remaining sequence if that is higher. Return
-        None if a slot would be empty or the last slot cannot take all remaining sequences."""
+        Return None if a slot would be empty or the last slot cannot take all remaining sequences."""
         left = _falling(self.cost, range(len(self.lengths)))
         slots: Slots = []
         for slots_left in range(num_slots, 0, -1):
             if not left:
                 return None
+            # No bin costs more than the mean of the remaining bins, or than the costliest sequence if that is higher.
             mean = _total(left, self.cost) / (slots_left * self.num_ranks)
             level = max(self.cost[left[0]], mean) if slots_left > 1 else math.inf
             bins, left = self.spread(left, level)
@@ -256,8 +254,8 @@ class _Planner:
         return None if left else slots
 
     def spread(self, order: list[int], level: float = math.inf) -> tuple[Bins, list[int]]:
-        """Fill one slot, which has a bin for each rank. Return the bins and the sequences left over. Each sequence of `order`
-        goes into the cheapest bin with room. No bin's cost exceeds `level`, and no bin's tokens exceed the budget."""
+        """Fill a slot's bins, one per rank: put each sequence of `order` into the cheapest bin with room. `level`: maximum cost
+        of a bin. Return the bins and the sequences left over."""
         bins: Bins = [[] for _ in range(self.num_ranks)]
         room = [self.budget] * self.num_ranks
         cheapest = [(0.0, rank) for rank in range(self.num_ranks)]

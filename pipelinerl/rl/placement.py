@@ -96,9 +96,9 @@ def numbered(recipe: Recipe, count: int | None = None, ranks: int | None = None,
 
 
 def place(recipe: Recipe, devices: Sequence[Device], model: Model | None) -> tuple[Recipe, Placement]:
-    """Return the recipe with numbers instead of `auto`, and the placement that they describe. The trainer's GPUs are selected
-    first, by NVLink and then by free memory. `model`: None = its size is unknown, so memory is not checked. Raises `FieldError`
-    if no GPU can be used, or if the recipe's numbers or the model do not fit."""
+    """Return the recipe with numbers instead of `auto`, and their placement. The trainer gets its GPUs first, by NVLink and
+    then by free memory. `model`: None = unknown, so memory is not checked. Raises `FieldError` if no GPU can be used, or if the
+    recipe's numbers or the model do not fit."""
     if not (able := [device for device in devices if device.computes_in(recipe.model.dtype)]):
         raise _cannot_compute(recipe, devices[0])
     free = [device for device in able if device.free_bytes >= FREE_SHARE * device.total_bytes]
@@ -198,9 +198,8 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
 
 
 def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tuple[int, int]:
-    """Return the numbers of ranks and of actors in the split that is fastest by the GPU's data sheet, for lengths evenly spread
-    up to `max_tokens`. If the data sheet or the model's size is unknown, ranks and actors get about half of the GPUs each. If
-    there are too few GPUs, return the fewest ranks and 0 actors. With MIG instances, there is only one rank."""
+    """Return the numbers of ranks and of actors in the split that is fastest by the GPU's data sheet, or that is about even if
+    the data sheet or the model is unknown. If there are too few GPUs, return the fewest ranks and 0 actors."""
     size, fewest = recipe.actor.engine.tensor_parallel_size, rank_unit(recipe)
     actors = max(1, len(free) // 2 // size)
     if any(device.is_instance for device in free):
@@ -209,7 +208,7 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
         fits = (ranks for ranks in range(fewest, len(free), fewest) if _fit(recipe, model, free[:ranks]))
         fewest = next(fits, 0) or fewest_together(recipe, model, free[-1].free_bytes / GIB)
         if (sheet := accelerator_named(free[0].name)) is not None and sheet.name and fewest + size <= len(free):
-            lengths = Lengths.of_bars([(1, recipe.max_tokens, 1.0)])
+            lengths = Lengths.of_bars([(1, recipe.max_tokens, 1.0)])  # evenly spread
             machine = estimated(sheet._replace(memory=free[fewest - 1].free_bytes), model, recipe, lengths)
             in_progress = recipe.actor.sequences_in_progress
             actors = best_split(possible_splits(recipe, model, machine, lengths, len(free), in_progress)).num_generators
@@ -220,10 +219,10 @@ def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tup
 
 
 def _most_ranks(recipe: Recipe, free: Sequence[Device], model: Model | None, limit: int) -> int:
-    """Return the largest multiple of `rank_unit` up to `limit` at which the ranks can hold weights and optimizer state; if
-    there is none, the largest multiple up to `limit`. With MIG instances, at most 1. `free`: GPUs by falling free memory."""
+    """Return the largest multiple of `rank_unit` up to `limit` at which the model fits, or the largest one if it fits at none.
+    `free`: GPUs by falling free memory."""
     if any(device.is_instance for device in free):
-        return min(limit, 1)
+        return min(limit, 1)  # MIG instances cannot exchange tensors.
     unit = rank_unit(recipe)
     numbers = range(limit // unit * unit, 0, -unit)
     return next((ranks for ranks in numbers if model is None or _fit(recipe, model, free[:ranks])), limit // unit * unit)
@@ -234,10 +233,9 @@ def _fit(recipe: Recipe, model: Model, gpus: Sequence[Device]) -> bool:
 
 
 def _take(left: list[Device], number: int) -> tuple[str, ...]:
-    """Remove `number` GPUs from `left` and return their names: a first GPU, GPUs that NVLink connects with it, then others.
-    Of the GPUs with at least `number` - 1 links, the first GPU is the one with the fewest links. If no GPU has so many links,
-    the first GPU is the one with the most links."""
+    """Remove `number` GPUs from `left` and return their names: a first GPU, GPUs that NVLink connects with it, then others."""
 
+    # The first GPU has as few links as possible, but at least `number` - 1; if no GPU has so many, as many as possible.
     def order(device: Device) -> tuple[bool, int]:
         links = sum(other.uuid in device.linked for other in left)
         return links + 1 < number, links if links + 1 >= number else -links
@@ -252,8 +250,7 @@ def _take(left: list[Device], number: int) -> tuple[str, ...]:
 def _with_numbers(
     recipe: Recipe, placement: Placement, devices: Sequence[Device], model: Model | None
 ) -> tuple[Recipe, Placement]:
-    """Replace `auto` by numbers. Raises `FieldError` if the GPUs do not suit these numbers, the model or a field such as
-    `trainer.shard_ranks`."""
+    """Replace `auto` by the placement's numbers. Raises `FieldError` if the GPUs do not suit the recipe or the model."""
     known = {device.uuid: device for device in devices}
     changed = numbered(recipe, len(placement.actors), len(placement.trainer))
     trainer = changed.trainer
@@ -285,19 +282,19 @@ def _with_numbers(
 
 
 class _Room(NamedTuple):
-    """Memory of an actor's GPU. vLLM needs the share `least` and may take the share `most`. `uses`: GiB by purpose.
-    `trainer_share`: share that torch may take for a trainer rank; 0 = no rank uses the GPU."""
+    """Memory of an actor's GPU: the shares that vLLM needs (`least`) and may take (`most`), and `uses` in GiB."""
 
     device: Device
     least: float
     most: float
     uses: Mapping[str, float]
     trainer_share: float = 0.0
+    """Share that torch may take for a trainer rank; 0 = no rank uses the GPU."""
 
 
 def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
-    """Return how an actor's GPU memory is used. `shared`: a trainer rank uses the GPU as well. With `actor.colocate`, raises
-    `FieldError` if the trainer does not fit beside the sleeping engine."""
+    """Return how an actor's GPU memory is used; `shared`: by a trainer rank as well. Raises `FieldError` if the two, with
+    `actor.colocate`, do not fit."""
     total, free, turn = device.total_bytes / GIB, device.free_bytes / GIB, device.free_bytes / GIB - ENGINE_GIB
     if model is None:
         cap = SHARED_UNKNOWN if shared else VLLM_SHARE

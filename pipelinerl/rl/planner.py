@@ -68,13 +68,13 @@ def tokens_held(lengths: Lengths, prompt_tokens: int) -> float:
 
 def estimated(accelerator: Accelerator, model: Model, recipe: Recipe, lengths: Lengths) -> Machine:
     """Estimate speeds from the data sheet. A decode step reads weights and KV cache once and computes 2 FLOPs per active weight
-    and sequence. If each token uses a share s of the weights (s < 1 in a mixture of experts), a step of H sequences reads the
-    share 1 - (1 - s)^H. Training computes 6 FLOPs per active weight and token, or 4 for a frozen weight."""
+    and sequence. Training computes 6 FLOPs per active weight and token, or 4 for a frozen weight."""
     per_actor = recipe.actor.engine.tensor_parallel_size
     prompt_tokens = longest_prompt(recipe)
     held_bytes = tokens_held(lengths, prompt_tokens) * model.kv_bytes
 
     def step_s(in_progress: int) -> float:
+        # In a mixture of experts, each token uses a share s of the weights, and H sequences use 1 - (1 - s)^H.
         read = model.weights_bytes * (1 - (1 - model.active_share) ** in_progress)
         moved = (read + in_progress * held_bytes) / (accelerator.bandwidth * BANDWIDTH_EFFICIENCY)
         return (moved + 2 * model.active * in_progress / (accelerator.flops * DECODE_EFFICIENCY)) / per_actor
@@ -314,9 +314,9 @@ def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, upda
 
 
 def _part(num_actors: int, per_step: int, times_smaller: float) -> tuple[int, int]:
-    """Return the numbers of actors and of groups per step to simulate in place of `num_actors` and `per_step`. They are at most
-    `times_smaller` times smaller, in nearly the same ratio. Unless `per_step` is below 8, there are at least 8 groups."""
-    least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))
+    """Return the numbers of actors and of groups per step to simulate, in nearly the same ratio, at most `times_smaller` times
+    smaller."""
+    least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))  # for at least 8 groups
     fewest = min(num_actors, math.ceil(least))
     tried = range(fewest, min(num_actors, fewest + 8) + 1)
 

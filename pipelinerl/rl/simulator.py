@@ -52,21 +52,20 @@ class Timing:
 
 @dataclass
 class Simulation:
-    """Totals after the warm-up. Lags are in optimizer steps, times in the unit of `Timing`.
-
-    `lag_histogram` has the trained completion tokens by lag. Shares of time: `actor_idle`, in which an actor has nothing in
-    progress; `empty_slots`, in which a slot has no sequence; `trainer_idle`, in which no optimizer step runs. By length bucket,
-    `finished_by_length` counts the sequences trained or dropped, and `stale_by_length` the stale ones among them."""
+    """Totals after the warm-up. Lags are in optimizer steps, times in the unit of `Timing`."""
 
     steps: int = 0
     duration: float = 0.0
     sequences: int = 0
     lag_histogram: Counter[int] = field(default_factory=Counter)
+    """Trained completion tokens by lag."""
     actor_idle: float = 0.0
     empty_slots: float = 0.0
     trainer_idle: float = 0.0
+    """Shares of time: with nothing in progress on an actor, without a sequence in a slot, without an optimizer step."""
     finished_by_length: Counter[int] = field(default_factory=Counter)
     stale_by_length: Counter[int] = field(default_factory=Counter)
+    """By length bucket: sequences trained or dropped, and the stale ones among them."""
 
     @property
     def rate(self) -> float:
@@ -84,9 +83,9 @@ def simulate(
 ) -> Simulation:
     """Simulate `steps` optimizer steps of a run, after `warmup_steps` that are not counted.
 
-    All slots begin at once, which biases about the first `largest_lag` steps. Slots run empty towards the end of a run; to
-    simulate a part of a longer run, set `recipe.trainer.steps` above `warmup_steps + steps`. In conventional mode, if all
-    accelerators first generate and then train, count each of them in `num_actors` and in `num_ranks`."""
+    All slots begin at once, which biases about the first `largest_lag` steps. To simulate a part of a longer run, set
+    `recipe.trainer.steps` above `warmup_steps + steps`, because slots run empty towards the end of a run. In conventional mode,
+    accelerators that both generate and train count in `num_actors` and in `num_ranks`."""
     assert 0 <= warmup_steps < warmup_steps + steps <= recipe.trainer.steps
     return _Run(recipe, timing, lengths, num_actors, num_ranks).result(warmup_steps, warmup_steps + steps)
 
@@ -231,9 +230,8 @@ class _Run:
         self._at(when, partial(self._decode, actor, actor.wake))
 
     def _decode(self, actor: _Actor, wake: int) -> None:
-        """End the actor's current decode step: remove finished sequences, swap the version and admit new sequences. Do nothing
-        if `_wake` has replaced this event with another one."""
-        if wake != actor.wake:
+        """End the actor's current decode step: remove finished sequences, swap the version and admit new sequences."""
+        if wake != actor.wake:  # `_wake` has replaced this event.
             return
         if actor.batch:
             actor.count += round((self.now - actor.since) / actor.step)
@@ -370,8 +368,7 @@ class _Run:
             self.counted.lag_histogram[version - span.version] += span.end - span.start
 
     def _offer(self) -> _Process:
-        """Copy the new weights, wait until actors serve the version that was sent before, and start to send the new version. In
-        conventional mode, also wait until actors serve the new version."""
+        """Start to send the new version once actors serve the one before. In conventional mode, wait until they serve it."""
         yield self.now + self.timing.snapshot
         yield lambda: self.served == self.offered
         self.offered = self.version
