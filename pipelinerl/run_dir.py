@@ -315,7 +315,7 @@ class Checkpoint:
         """Its folder; the folder of its run, or `path` if it has none; the adapter's configuration, or empty."""
         found = (one for one in (path, path.parent) if (one / "tokenizer_config.json").is_file())
         self.tokenizer = next(found, Path(self.adapter.get("base_model_name_or_path") or path))
-        """Folder of the tokenizer, which may be the parent folder. An adapter may use that of its base model on the hub."""
+        """The tokenizer's folder, which for a run's adapter is the parent folder, or the name of an adapter's base model."""
         version = read_json(self.tokenizer / ABOUT).get("policy_version")
         self.version: int | None = version if isinstance(version, int) else None
         """Policy version; None if no file states it."""

@@ -246,7 +246,7 @@ class _Planner:
         for slots_left in range(num_slots, 0, -1):
             if not left:
                 return None
-            # No bin costs more than the mean of the remaining bins, or than the costliest sequence if that is higher.
+            # Except in the last slot, no bin costs more than this mean, or than the costliest sequence if that is higher.
             mean = _total(left, self.cost) / (slots_left * self.num_ranks)
             level = max(self.cost[left[0]], mean) if slots_left > 1 else math.inf
             bins, left = self.spread(left, level)

@@ -198,8 +198,8 @@ def _numbers(recipe: Recipe, free: Sequence[Device], num_devices: int, model: Mo
 
 
 def _divided(recipe: Recipe, free: Sequence[Device], model: Model | None) -> tuple[int, int]:
-    """Return the numbers of ranks and of actors in the split that is fastest by the GPU's data sheet, or that is about even if
-    the data sheet or the model is unknown. If there are too few GPUs, return the fewest ranks and 0 actors."""
+    """Return the numbers of ranks and of actors in the fastest split by the GPU's data sheet; if the data sheet or the model's
+    size is unknown, in a split into about halves. If there are too few GPUs, return the fewest ranks and 0 actors."""
     size, fewest = recipe.actor.engine.tensor_parallel_size, rank_unit(recipe)
     actors = max(1, len(free) // 2 // size)
     if any(device.is_instance for device in free):
@@ -293,8 +293,8 @@ class _Room(NamedTuple):
 
 
 def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
-    """Return how an actor's GPU memory is used; `shared`: by a trainer rank as well. Raises `FieldError` if the two, with
-    `actor.colocate`, do not fit."""
+    """Return how an actor's GPU memory is used. `shared`: a trainer rank uses the GPU as well. Raises `FieldError` if the
+    trainer does not fit beside the sleeping engine."""
     total, free, turn = device.total_bytes / GIB, device.free_bytes / GIB, device.free_bytes / GIB - ENGINE_GIB
     if model is None:
         cap = SHARED_UNKNOWN if shared else VLLM_SHARE

@@ -42,9 +42,9 @@ _KEEP_ALIVE_S = 75
 
 
 def guard_hosts(app: ASGIApp, host: str, names: Collection[str] = ()) -> ASGIApp:
-    """Return `app` behind a guard that refuses requests whose Host header is neither `host` nor in `LOCAL_NAMES` or `names`. On
-    a loopback interface, requests for `/healthz` are not checked; on others, requests for the paths in `PROBED` are not. If
-    `names` is empty, only a loopback interface is guarded."""
+    """Return `app` behind a guard that refuses requests whose Host header is neither `host` nor in `LOCAL_NAMES` or `names`.
+    Not checked: `/healthz` on a loopback interface, the paths in `PROBED` on others, and everything on others if `names` is
+    empty."""
     is_local = host == "localhost"
     with contextlib.suppress(ValueError):  # `host` is a name
         is_local = is_local or ipaddress.ip_address(host).is_loopback
@@ -101,9 +101,9 @@ async def serve_http(
 ) -> AsyncIterator[int]:
     """Serve `app` and yield the bound port (`port` 0 = any free one). At the end, open requests have two seconds to finish.
 
-    `names`: as for `guard_hosts`. `on_this_loop`: run the application on this event loop, because it shares data with other
-    work there. By default, it runs on another thread and answers even while this loop is blocked. Raises `ServiceError` if the
-    port cannot be bound or the application does not start.
+    `names`: as for `guard_hosts`. `on_this_loop`: run `app` on this event loop, whose data it shares. By default, a thread runs
+    it, which answers even while this loop is blocked. Raises `ServiceError` if the port cannot be bound or `app` does not
+    start.
     """
     app = guard_hosts(app, host, names)
     with contextlib.closing(_bind(host, port)) as listener:
@@ -138,8 +138,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """A uvicorn server that installs no signal handlers. The future `up` gets True when the application has started, or False
-    if it could not start."""
+    """A uvicorn server without signal handlers. The result of the future `up` tells whether the application has started."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(

@@ -153,8 +153,8 @@ ServiceMain = Callable[[Settings, asyncio.Event, LogContext], Awaitable[None]]
 def run_service(kind: type[Settings], service: str, main: ServiceMain[Settings], *, stop_within_s: float | None = None) -> int:
     """Read the settings, run `main` to its end and return the exit code: 0 success, 2 a user's mistake, 1 any other failure.
 
-    SIGTERM or SIGINT sets the event that `main` receives; a second signal cancels `main`. The process ends with code 1 if it is
-    still running `stop_within_s` after the first signal (None = no limit).
+    SIGTERM or SIGINT sets the event that `main` receives; a second signal cancels `main`. A process that still runs
+    `stop_within_s` after the first signal ends with code 1 (None = no limit).
     """
 
     def end_at_once() -> None:

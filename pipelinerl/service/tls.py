@@ -110,8 +110,7 @@ def _no_password() -> str:
 
 
 def _shake_hands(folder: Path, role: Role) -> None:
-    """Perform a TLS handshake between two ends in memory. Raises `ssl.SSLCertVerificationError` if an end refuses the
-    other's certificate, and `FieldError` for files that do not load."""
+    """Perform a TLS handshake in memory. Raises `ssl.SSLCertVerificationError` if an end refuses the other's certificate."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_mode = ssl.CERT_REQUIRED if role == "server" else ssl.CERT_NONE

@@ -177,7 +177,7 @@ def _jsonl_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Va
 
 
 def _decoded(line: bytes, number: int = 1) -> str:
-    """Return the text of a file's line `number`. Raises `BadRow` if it is not UTF-8, or if 25 % or more of it is zero bytes."""
+    """Return a line as text. Raises `BadRow` if it is not UTF-8, or if 25 % or more of it is zero bytes."""
     try:
         text = line.decode()
         if 4 * line.count(0) < len(line):
@@ -216,9 +216,8 @@ def _json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Val
 
 
 def _csv_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[int, Values | BadRow]]:
-    """Read rows under a header. The separator is `,`, `;`, tab or `|`, whichever gives the first line the most columns. In a
-    .tsv, tab takes precedence. The number of a row is the number of its first line, as a quoted value may span several lines.
-    Rows without values, columns without a name and spaces after separators are skipped, because spreadsheets write them."""
+    """Yield rows under a header, each with the number of its first line, as a quoted value may span several lines. Rows without
+    values, columns without a name and spaces after separators are skipped, because spreadsheets write them."""
     csv.field_size_limit(LONGEST_LINE)
     lines = map(_decoded, _lines(path, stream), count(1))
     reader, first = csv.reader(()), 1
@@ -277,9 +276,8 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
-    """Read a data set of the Hugging Face hub, or a local folder laid out like one, with the library `datasets`. The library
-    takes the access token from the environment, and refuses data sets that come with code. With `task.max_rows`, rows are
-    streamed, so that a large data set is not downloaded completely. If the hub cannot be reached, only the cache is used."""
+    """Yield the rows of a data set of the hub, or of a folder like one. If the hub cannot be reached, only the cache is
+    used."""
     try:
         import datasets
     except ImportError as error:
@@ -288,12 +286,13 @@ def _hub_rows(config: TaskConfig) -> Iterator[Row]:
     datasets.disable_progress_bars()
     is_folder = os.path.isdir(config.path)
     commit = None if is_folder else _commit(config)
-    is_streamed = bool(config.max_rows) and (is_folder or commit is not None)
+    is_streamed = bool(config.max_rows) and (is_folder or commit is not None)  # to download only a part
     options = {"split": config.split, "revision": commit or config.revision or None, "streaming": is_streamed}
     was_offline = datasets.config.HF_HUB_OFFLINE
     # Offline mode avoids half a minute of retries. `load_dataset` has no argument for it.
     datasets.config.HF_HUB_OFFLINE = was_offline or not (is_folder or commit)
     try:
+        # The library takes the access token from the environment, and refuses data sets that come with code.
         found = datasets.load_dataset(config.path, config.subset or None, **options)
         if not is_folder and commit is None and config.revision:
             _check_cached_commit(config, found)
@@ -322,8 +321,8 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit of `task.revision`; None if the hub does not answer. Raises `FieldError` if the hub refuses access, or
-    does not have the data set or the revision."""
+    """Return the commit of `task.revision`; None if the hub does not answer. Raises `FieldError` if it lacks it or refuses
+    access."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -74,8 +74,7 @@ class Source(Protocol):
 
 class Interleaving:
     """Assign a run's problems to several tasks in proportion to the tasks' weights, as a pure function of the problem's number.
-    In the order of the recipe, each task takes evenly spaced problems of those that the earlier tasks have left. A task's count
-    among the first n problems differs from its exact proportion by at most half the number of tasks."""
+    A task's count among the first n problems differs from its exact proportion by at most half the number of tasks."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(weight) for weight in weights]
@@ -83,6 +82,7 @@ class Interleaving:
 
     def place(self, number: int) -> tuple[int, int]:
         """Return the position of the task that has the run's problem `number`, and the index within this task, both from 0."""
+        # Each task takes evenly spaced problems of those that the earlier tasks have left.
         for position, share in enumerate(self._shares):
             index = floor(number * share + Fraction(1, 2))
             if floor((number + 1) * share + Fraction(1, 2)) > index:
@@ -256,7 +256,7 @@ def conversation(messages: Sequence[Mapping[str, Any]], config: TaskConfig) -> l
 
 
 def _text_at(row: Mapping[str, Any], name: str) -> str:
-    """Return the text or number in a field as text, also if it is the only item of a list. Raises `BadRow` for other values."""
+    """Return a field's text or number, or the only one in its list, as text. Raises `BadRow` for other values."""
     value = value_in(row, name)
     if value is ABSENT:
         raise BadRow(f"has no field {name!r}, only {', '.join(field_names(row)) or 'an empty object'}", name)
@@ -307,9 +307,9 @@ def _wrong_with(messages: list[Any], config: TaskConfig) -> str:
 
 def _reference(row: Mapping[str, Any], config: TaskConfig) -> Mapping[str, Any]:
     """Return the reference answer, and the whole row if a reward may need more than the texts of prompt and answer. Raises
-    `BadRow` if the row lacks `answer_field`. A conversation or a row for an environment or agent may lack it if the recipe
-    does not set `answer_field`."""
+    `BadRow` if the row lacks `answer_field`."""
     answer: dict[str, Any] = {}
+    # With the default `answer_field`, a conversation, or a row for an environment or agent, may lack the answer.
     may_lack = config.source in ("environment", "agent") or isinstance(row.get(config.prompt_field), list)
     may_lack = may_lack and config.answer_field == TaskConfig.model_fields["answer_field"].default
     if config.answer_field and not (may_lack and value_in(row, config.answer_field) is ABSENT):
@@ -391,7 +391,7 @@ class ReasoningGymSource:
             raise FieldError("task.config", self._config, f"{self._family} refuses it: {error}") from error
 
     def _make_block(self, split: Split, block: int) -> tuple[Any, int]:
-        """Return a data set of `BLOCK` entries, and its seed. No entry is generated yet."""
+        """Return a data set of `BLOCK` entries, none of which is generated yet, and its seed."""
         from reasoning_gym import create_dataset
 
         run_seed = HELDOUT_SEED if split is Split.HELDOUT else self._seed
@@ -417,7 +417,7 @@ def _global_random(seed: int) -> Iterator[None]:
 
 
 def _families() -> Mapping[str, tuple[Any, Any]]:
-    """Return the data set class and the configuration class of every family. Raises `FieldError` without reasoning-gym."""
+    """Return each family's classes of data set and configuration. Raises `FieldError` without reasoning-gym."""
     # reasoning-gym imports matplotlib, which warns about a home that is read-only.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:

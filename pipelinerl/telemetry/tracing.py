@@ -121,7 +121,7 @@ def tracing(context: LogContext) -> Iterator[None]:
 
 
 def _exporter(settings: TracingSettings) -> SpanExporter:
-    """Return the exporter. It reads its other settings, such as headers, from the environment."""
+    """Return the exporter, which reads its other settings, such as headers, from the environment."""
     try:
         if settings.traces_exporter == "console":
             from opentelemetry.sdk.trace.export import ConsoleSpanExporter
@@ -135,8 +135,7 @@ def _exporter(settings: TracingSettings) -> SpanExporter:
 
 
 def _provider(context: LogContext, exporter: SpanExporter) -> TracerProvider:
-    """Return a provider, which reads its sampler and the bounds of its queue from the environment. OTEL_SERVICE_NAME and
-    OTEL_RESOURCE_ATTRIBUTES take precedence over the attributes that this function sets."""
+    """Return a provider, which reads its sampler and the bounds of its queue from the environment."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -147,6 +146,7 @@ def _provider(context: LogContext, exporter: SpanExporter) -> TracerProvider:
         "service.version": __version__,
         "pipelinerl.run": context.run,
     }
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
     resource = Resource.create(ours).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     try:
@@ -157,7 +157,7 @@ def _provider(context: LogContext, exporter: SpanExporter) -> TracerProvider:
 
 
 def _end(provider: TracerProvider) -> None:
-    """Send the remaining spans within `END_WITHIN_S`. An export that hangs is left to its daemon thread."""
+    """Send the remaining spans within `END_WITHIN_S`, and leave an export that hangs to its daemon thread."""
     ending = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
     ending.start()
     ending.join(END_WITHIN_S)
