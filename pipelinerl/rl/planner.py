@@ -314,8 +314,7 @@ def play(recipe: Recipe, machine: Machine, lengths: Lengths, chosen: Split, upda
 
 
 def _part(num_actors: int, per_step: int, times_smaller: float) -> tuple[int, int]:
-    """Return numbers of actors and of groups per step to simulate, in about the same ratio, at most `times_smaller` times
-    smaller."""
+    """Return how many actors and groups per step to simulate: up to `times_smaller` times fewer, in about the same ratio."""
     least = max(num_actors / times_smaller, num_actors * min(1.0, 8 / per_step))  # at least 8 groups, if possible
     fewest = min(num_actors, math.ceil(least))
     tried = range(fewest, min(num_actors, fewest + 8) + 1)

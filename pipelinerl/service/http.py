@@ -42,8 +42,8 @@ _KEEP_ALIVE_S = 75
 
 
 def guard_hosts(app: ASGIApp, host: str, names: Collection[str] = ()) -> ASGIApp:
-    """Return `app` behind a guard that refuses requests whose Host header is neither `host` nor in `LOCAL_NAMES` or `names`.
-    Not checked: `/healthz` on a loopback interface, the paths in `PROBED` on others, and everything on others if `names` is
+    """Return `app` behind a guard that refuses requests whose Host header is neither `host` nor in `LOCAL_NAMES` or `names`. It
+    lets pass `/healthz` on a loopback interface, the paths in `PROBED` on others, and every request on others if `names` is
     empty."""
     is_local = host == "localhost"
     with contextlib.suppress(ValueError):  # `host` is a name
@@ -102,8 +102,7 @@ async def serve_http(
     """Serve `app` and yield the bound port (`port` 0 = any free one). At the end, open requests have two seconds to finish.
 
     `names`: as for `guard_hosts`. `on_this_loop`: run `app` on this event loop, whose data it shares. By default, a thread runs
-    it, which answers even while this loop is blocked. Raises `ServiceError` if the port cannot be bound or `app` does not
-    start.
+    it, even while this loop is blocked. Raises `ServiceError` if the port cannot be bound or `app` does not start.
     """
     app = guard_hosts(app, host, names)
     with contextlib.closing(_bind(host, port)) as listener:

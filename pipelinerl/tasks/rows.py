@@ -276,8 +276,7 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
-    """Yield the rows of a data set of the hub, or of a folder like one. If the hub cannot be reached, only the cache is
-    used."""
+    """Yield the rows of a data set of the hub, or of such a folder. If the hub cannot be reached, only the cache is used."""
     try:
         import datasets
     except ImportError as error:
@@ -321,8 +320,7 @@ def _check_cached_commit(config: TaskConfig, found: Any) -> None:
 
 
 def _commit(config: TaskConfig) -> str | None:
-    """Return the commit of `task.revision`; None if the hub does not answer. Raises `FieldError` if it lacks it or refuses
-    access."""
+    """Return the commit of `task.revision`; None if the hub does not answer. Raises `FieldError` if it refuses the request."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
