@@ -254,8 +254,8 @@ class _Planner:
         return None if left else slots
 
     def spread(self, order: list[int], level: float = math.inf) -> tuple[Bins, list[int]]:
-        """Fill a slot's bins, one per rank: put each sequence of `order` into the cheapest bin with room. `level`: maximum cost
-        of a bin. Return the bins and the sequences left over."""
+        """Fill a slot's bins, one per rank: put each sequence of `order` into the first bin with room of the `BINS_TRIED`
+        cheapest. `level`: maximum cost of a bin. Return the bins and the sequences left over."""
         bins: Bins = [[] for _ in range(self.num_ranks)]
         room = [self.budget] * self.num_ranks
         cheapest = [(0.0, rank) for rank in range(self.num_ranks)]

@@ -43,7 +43,7 @@ _KEEP_ALIVE_S = 75
 
 def guard_hosts(app: ASGIApp, host: str, names: Collection[str] = ()) -> ASGIApp:
     """Return `app` behind a guard that refuses requests whose Host header is neither `host` nor in `LOCAL_NAMES` or `names`. It
-    lets pass `/healthz` on a loopback interface, the paths in `PROBED` on others, and every request on others if `names` is
+    lets pass `/healthz` on a loopback interface, the paths in `PROBED` on others, and all requests there if `names` is
     empty."""
     is_local = host == "localhost"
     with contextlib.suppress(ValueError):  # `host` is a name
