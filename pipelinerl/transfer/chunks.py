@@ -33,22 +33,20 @@ _DIGEST_BYTES = 7
 
 
 def checksum(chunk: Tensor) -> int:
-    """Return a 56-bit checksum of a contiguous uint8 tensor: XXH3 in host memory, else `device_checksum`. Releases the GIL.
+    """Return a 56-bit checksum of a contiguous uint8 tensor: XXH3 in host memory, else `device_checksum`.
 
-    The two give different numbers, so both ends of a group must hold its chunks on the same kind of device. XXH3 is much
-    faster, but runs only on bytes in host memory.
+    The two give different numbers, so both ends of a group must hold its chunks on the same kind of device.
     """
     if chunk.device.type != "cpu":
         return device_checksum(chunk)
-    return int.from_bytes(xxhash.xxh3_64_digest(chunk.numpy().data)[:_DIGEST_BYTES], "little")
+    return int.from_bytes(xxhash.xxh3_64_digest(chunk.numpy().data)[:_DIGEST_BYTES], "little")  # releases the GIL
 
 
 def device_checksum(chunk: Tensor) -> int:
-    """Return a hash of sums that torch computes on the device. Only the sums, 8 KiB and 8 bytes per row, reach the host.
+    """Return a 56-bit hash of the number of bytes and `tensor_sums`. Only these sums leave the device.
 
-    The bytes are laid out as rows of 1024 words of 64 bits, and the last row is filled with zeros. All row sums and all column
-    sums, modulo 2^64, are hashed with the number of bytes. A change is missed only if it preserves all these sums, for which
-    at least four words must change. The checksum guards against corruption and mix-ups, not against an attacker.
+    Apart from hash collisions, a change is missed only if it preserves all sums of rows and columns modulo 2^64, for which at
+    least four words must change. The checksum guards against corruption and mix-ups, not against an attacker.
     """
     sums = tensor_sums(chunk).cpu().numpy().astype("<i8", copy=False)
     num_bytes = chunk.numel().to_bytes(8, "little")
@@ -121,8 +119,8 @@ def pack(
     """Copy the parameters, converted to the wire dtypes, into one stream, uint8[total_bytes], whose padding is zero.
 
     (name, tensor) pairs are consumed one by one, so only one parameter needs to exist at a time. Names not in the manifest are
-    ignored. A parameter may already have its wire dtype. `into`: a stream to overwrite; None = new host memory. Raises
-    ManifestDiffers if a parameter is missing, or has another shape or dtype.
+    ignored. `into`: a stream to overwrite; None = new host memory. Raises ManifestDiffers if a parameter is missing, or if its
+    shape is not the manifest's, or its dtype is neither the manifest's nor the wire's.
     """
     stream = torch.empty(manifest.total_bytes, dtype=torch.uint8) if into is None else into
     indices = {spec.name: index for index, spec in enumerate(manifest.parameters)}
@@ -156,8 +154,7 @@ def version_checksum(manifest_id: str, chunk_checksums: Sequence[int]) -> int:
 class Unpacker:
     """Allocates memory for chunks with `take(n)` → uint8[n], and returns arrived chunks as tensors that are views of it.
 
-    Call `memory_for` for each chunk in order, and `add` in the same order for each chunk that has arrived. One thread may call
-    `memory_for` and another `add`. The chunks of a large tensor share one piece of memory.
+    Call `memory_for` and, after the chunk's arrival, `add`, both in the manifest's order. Each may have its own thread.
     """
 
     def __init__(self, manifest: Manifest, take: Callable[[int], Tensor]) -> None:
@@ -198,9 +195,7 @@ def _as_tensor(raw: Tensor, spec: ParameterSpec, manifest: Manifest) -> Tensor:
 class ReusedMemory:
     """Host memory that is reused once no tensor refers to it, because allocating new pages takes longer than filling them.
 
-    Each buffer is a NumPy array. A tensor over it and all views of the tensor share one storage, which holds one reference to
-    the array. The array's reference count therefore says whether any view still exists. Only the `most` largest buffers are
-    kept. Not thread-safe.
+    Only the `most` largest buffers are kept. Not thread-safe.
     """
 
     def __init__(self, most: int) -> None:
@@ -210,7 +205,8 @@ class ReusedMemory:
     def take(self, num_bytes: int) -> Tensor:
         """Return uint8[num_bytes], contents undefined."""
         for index in range(len(self._buffers)):
-            # An unused array has 2 references: from the list, and from getrefcount's argument.
+            # An unused array has 2 references: from the list, and from getrefcount's argument. The storage that all views of a
+            # tensor share holds a third one.
             if sys.getrefcount(self._buffers[index]) == 2 and self._buffers[index].nbytes >= num_bytes:
                 return torch.from_numpy(self._buffers[index])[:num_bytes]
         buffer = np.empty(num_bytes, np.uint8)
@@ -224,10 +220,9 @@ _Item = TypeVar("_Item")
 
 
 def prefetch(items: Iterable[_Item], buffers: int, name: str) -> Generator[_Item, None, None]:
-    """Yield the items, which a thread makes in advance. Always close the generator.
+    """Yield the items, which a thread makes in advance. Always close the generator; this waits for the item that is being made.
 
-    At most `buffers` (≥ 2) items exist at a time, including the last one yielded. If making an item fails, its error is raised
-    when the item is due. Closing waits for the item that is being made, so making one must not take forever.
+    At most `buffers` (≥ 2) items exist at a time, including the last one yielded.
     """
     assert buffers >= 2, "one item is yielded while another is made"
     iterator, end, thread = iter(items), object(), ThreadPoolExecutor(1, name)

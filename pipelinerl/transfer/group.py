@@ -109,13 +109,6 @@ _making = threading.Lock()
 class NcclTransport:
     """One NCCL communicator, whose broadcasts always end and whose failures do not end the process.
 
-    The defaults of torch's ProcessGroupNCCL do not suit a group whose members may die:
-
-    - On an error or a timeout, its watchdog thread ends the process. TORCH_NCCL_BLOCKING_WAIT disables the watchdog. torch
-      reads the variable when a group is made, so it is set only during that time.
-    - Making a communicator blocks as long as a peer is missing. A non-blocking communicator is polled instead.
-    - A broadcast whose communicator is aborted looks complete. This class therefore remembers the abort and raises an error.
-
     NCCL reports the death of a peer over a network, but not over shared memory or NVLink, where the deadline ends the wait. Use
     `broadcast` from one thread at a time, and `close` from any thread.
     """
@@ -131,7 +124,7 @@ class NcclTransport:
         self._aborting: Future[None] | None = None
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
-        options.config.blocking = 0
+        options.config.blocking = 0  # a blocking communicator would wait as long as a peer is missing
         with _without_watchdog(timeout_s):
             self._group: Any = ProcessGroupNCCL(store, rank, world, options)
         with placement.scope():
@@ -182,7 +175,7 @@ def _abort(group: Any) -> None:
 
 @contextmanager
 def _without_watchdog(timeout_s: float) -> Iterator[None]:
-    """Set torch's environment variables so that a group that is made inside the block has no watchdog."""
+    """Make groups inside the block without torch's watchdog thread, which would end the process on an error or a timeout."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _making:
         # torch reads this timeout only once per process.
@@ -208,16 +201,15 @@ _LET_GO_S = 0.5
 
 
 class GroupStore:
-    """The trainer's rendezvous store, which exists as long as this object.
+    """The trainer's rendezvous store, which exists as long as this object. Raises OSError if it cannot listen.
 
-    It has no authentication, so it listens only on the interface `host`. Torch's own socket would listen on all interfaces.
-    `port` 0 picks a free port. Actors use `address`, which has `advertise_host` if given; the trainer uses `own_address`.
-    Raises OSError if it cannot listen there.
+    It has no authentication, so it listens only on the interface `host`. `port` 0 picks a free port. Actors use `address`,
+    which has `advertise_host` if given; the trainer uses `own_address`.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise_host: str = "") -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)  # torch's own would listen on all interfaces
         self.host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
         self.port = int(listener.getsockname()[1])
         self.own_address, self.address = host_port(self.host, self.port), host_port(advertise_host or self.host, self.port)
@@ -242,9 +234,9 @@ class WeightGroup:
     ) -> WeightGroup:
         """Connect to the other `spec.world - 1` ranks.
 
-        `given_up` ends the wait of this rank, or of all ranks if this is rank 0. With NCCL, it also ends later broadcasts.
-        `patience_s`, for rank 0: maximum wait for the next rank after one has checked in. Raises DeadlineExceeded after
-        `timeout_s` or `patience_s`, TransferAborted if the meeting was given up, and GroupFailed for any other error.
+        `given_up`: ends the wait of this rank, or of all ranks if this is rank 0; with NCCL, also later broadcasts.
+        `patience_s`: on rank 0, maximum wait for the next rank after one has checked in. Raises DeadlineExceeded after
+        `timeout_s` or `patience_s`, TransferAborted if the meeting was given up, else GroupFailed.
         """
         stop, deadline = given_up or threading.Event(), time.monotonic() + timeout_s
 
@@ -366,8 +358,7 @@ def close_when_met(meeting: Future[WeightGroup]) -> None:
 def _wait_for_all(
     spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event, patience_s: float | None
 ) -> Kept:
-    """As rank 0, wait until all other ranks have checked in. Then publish and return how many chunks every rank still has from
-    an earlier attempt. Raises DeadlineExceeded if ranks do not come in time, and TransferAborted if `given_up` is set."""
+    """As rank 0, wait until all other ranks have checked in. Then publish and return the chunks that they all keep."""
     started = last_came = time.monotonic()
     missing = list(range(1, spec.world))
     try:
@@ -391,8 +382,7 @@ def _wait_for_all(
 
 
 def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: threading.Event) -> Kept:
-    """Check in as a receiver, wait for rank 0, and return the chunks that all receivers keep. Raises TimeoutError after
-    `deadline`, and TransferAborted if this rank or rank 0 gives up."""
+    """As a receiver, check in, wait for rank 0, and return the chunks that all receivers keep."""
     meeting.set(f"here/{spec.rank}", json.dumps(spec.kept))
     while not _are_set(spec, meeting, [_OUTCOME], given_up):
         if time.monotonic() >= deadline:
@@ -403,7 +393,7 @@ def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: 
 
 
 def _are_set(spec: GroupSpec, meeting: PrefixStore, keys: list[str], given_up: threading.Event) -> bool:
-    """Wait up to `_MEETING_LOOK_S` for all keys. Return whether they are set. Raises TransferAborted if `given_up` is set."""
+    """Wait up to `_MEETING_LOOK_S` for all keys, and return whether they are set."""
     if given_up.is_set():
         raise TransferAborted(f"forming {spec.name} was abandoned")
     try:

@@ -60,17 +60,19 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A rank's part in a group. `store`: host:port. `name`, such as `epoch-3`, must be new for every group on one store.
-    `bind_host`: address at which the other ranks reach this one with gloo; None = the machine's name. `kept`: chunks that need
-    not be sent to this rank. In the `spec` of an open `WeightGroup`, `kept` holds the chunks that all receivers keep."""
+    """A rank's part in a group."""
 
     store: str
+    """The store's host:port."""
     name: str
+    """A name such as `epoch-3`, which must be new for every group on one store."""
     rank: int
     world: int
     backend: Backend = "gloo"
     bind_host: str | None = None
+    """Address at which the other ranks reach this one with gloo; None = the machine's name."""
     kept: Kept = Kept()  # noqa: RUF009 - immutable
+    """Chunks that need not be sent to this rank; in an open `WeightGroup`, chunks that all receivers keep."""
 
 
 ALIGNMENT = 64

@@ -68,9 +68,9 @@ class WeightLog:
         self._turn = asyncio.Lock()
 
     async def add(self, version: PolicyVersion, stream: Tensor, sha256: bytes) -> Published:
-        """Write a version newer than the last one, and return its announcement. `stream`: uint8[manifest.total_bytes], which
-        must not change until another version has been added. `sha256`: digest of `stream`. The first version of an
-        incarnation becomes an anchor. Raises `StoreError`, after which this or a later version can be added."""
+        """Write a version newer than the last one, and return its announcement. `stream`, uint8[manifest.total_bytes] with the
+        digest `sha256`, must not change until another version has been added. Raises `StoreError`, after which this or a later
+        version can be added."""
         async with self._turn:
             chains, announced = list(self._chains), list[LogObject]()
             if self._newest is not None and self._newest[0].incarnation == version.incarnation:
@@ -186,7 +186,7 @@ class Replica:
         return path
 
     async def _apply(self, one: LogObject, after: PolicyVersion) -> None:
-        """Download an object and apply it to the stream. `self.version` is None while the stream changes."""
+        """Download an object and apply it to the stream, during which `self.version` is None."""
         path = await self._download(one)
         try:
             data, stream = np.memmap(path, np.uint8, "r"), await _on_thread(self._mapped)
@@ -203,7 +203,7 @@ class Replica:
             path.unlink(missing_ok=True)
 
     async def _compare(self, version: PolicyVersion, expected_sha256: bytes) -> None:
-        """Compare the stream's SHA-256 with the announced one. If they differ, clear `self.version` and raise `LogDamaged`."""
+        """Raise `LogDamaged`, and leave `self.version` None, if the stream's SHA-256 is not the announced one."""
         sha256, stream, self.version = hashlib.sha256(), await _on_thread(self._mapped), None
         for chunk in self._manifest.chunks:
             await _on_thread(partial(sha256.update, stream[chunk.offset : chunk.offset + chunk.num_bytes].data))

@@ -193,7 +193,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             await heartbeat.leave()
 
     async def _show_state(self, readiness: Readiness) -> None:
-        """Keep /readyz and the policy version in log lines up to date. Raises `EngineError` if the engine is dead."""
+        """Check the engine's health, and keep /readyz and the policy version in log lines up to date."""
         while True:
             await self.engine.check_health()
             readiness.reason = self.gate.reason
@@ -254,7 +254,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
         )
 
     async def _answer(self, group: PromptGroup, start: PartialSequence, trace: Trace) -> actor_pb2.GenerateResult:
-        """Sample an answer to a held-out problem and get its reward. The call is cancelled at the caller's deadline."""
+        """Sample an answer to a held-out problem and get its reward."""
         async with self._heldout_samples:
             try:
                 sequence, failure = await self._heldout.sample(group, start, trace), UNFINISHED
@@ -266,7 +266,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancel tasks and wait until they have ended. The task group that contains them raises their errors."""
+    """Cancel tasks and wait until they have ended. Their task group raises their errors."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

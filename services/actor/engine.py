@@ -28,15 +28,17 @@ class EngineError(PipelineRLError):
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """A request for one completion. `prompt_token_ids` is int32[tokens]; `seed` None selects the engine's own random stream.
-    Requests with equal salts share cached keys and values of a common prefix. The engine calls `cache_salt` whenever it
-    starts the request. If weights are swapped before the first token, it restarts the request."""
+    """A request for one completion."""
 
     request_id: str
     prompt_token_ids: TokenIds
+    """int32[tokens]."""
     sampling: sequences.SamplingParams
     seed: int | None = None
+    """None selects the engine's own random stream."""
     cache_salt: Callable[[], str] = str
+    """Called at each start of the request, which restarts if weights are swapped before the first token. Requests with equal
+    salts share cached keys and values of a common prefix."""
 
 
 class InferenceEngine(Protocol):

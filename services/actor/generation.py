@@ -290,8 +290,7 @@ class Finisher:
         await self.on_published(sample.group, sequence.sample_index)
 
     async def _store(self, sequence: Sequence, headers: Headers) -> str:
-        """Publish a sequence, retrying until it is stored. Return its failure, or "" for a good sequence. A sequence that is
-        invalid or larger than NATS's max_payload is stored as a failed one without arrays or text."""
+        """Publish a sequence, as a failed one if it is invalid or too large. Return its failure, or "" for a good sequence."""
         name = sequence.sequence_id
 
         async def publish(payload: bytes) -> None:
@@ -325,13 +324,8 @@ def bare(sequence: Sequence, failure: str) -> tuple[bytes, str]:
 
 @dataclass(eq=False)
 class GenerationLoop:
-    """Keeps H (`actor.sequences_in_progress`) sequences decoding.
-
-    Takes the next prompt group from PROMPTS when the serving gate is open and fewer than `samples_in_progress` samples are in
-    progress. A sample is in progress from its start until it enters the finisher's bounded buffer. If the gate closes before
-    all samples of a group have started, the other samples return to PROMPTS. An episode that waits for its environment is in
-    progress, but does not count towards the H sequences (or turns) that the sampler decodes.
-    """
+    """Takes the next prompt group when the serving gate is open and fewer than `samples_in_progress` samples are in progress,
+    so that H (`actor.sequences_in_progress`) sequences keep decoding."""
 
     bus: Bus
     sampler: Sampler
@@ -342,6 +336,8 @@ class GenerationLoop:
     _: KW_ONLY
     instance: str
     samples_in_progress: int
+    """A sample is in progress from its start until it enters the finisher's bounded buffer. An episode that waits for its
+    environment is in progress, but does not count towards the H sequences (or turns) that the sampler decodes."""
 
     def __post_init__(self) -> None:
         self.slots = asyncio.Semaphore(self.samples_in_progress)
@@ -400,8 +396,7 @@ class GenerationLoop:
         return (group, samples, trace_in(delivery.headers)) if samples else None
 
     async def _handed_back(self, group: PromptGroup, samples: list[int]) -> bool:
-        """Publish samples that were not started, so that another actor generates them. Wait until the stream has stored their
-        message. Return False if the message is invalid or too large."""
+        """Hand unstarted samples to another actor. Return False if their message is invalid or too large."""
         try:
             await publish_samples(self.bus, self.held[group.group_id], samples, self.instance)
         except (MessageError, PayloadTooLarge) as error:
@@ -418,9 +413,8 @@ class GenerationLoop:
         return True
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
-        """Store the message as a dead letter (see `pipelinerl dead-letters`). Then publish its samples as failed sequences and
-        acknowledge it. If `group` is None, because the message does not identify its group, only remove the message. A letter
-        that would be too large omits the prompt group. If the letter cannot be stored, NATS delivers the message again."""
+        """Store the message as a dead letter, then publish its samples as failed sequences and acknowledge it. `group` is None
+        if the message does not identify its group."""
         letter = sequences.DeadLetter(
             run=self.bus.run,
             msg_id=delivery.msg_id,

@@ -62,8 +62,8 @@ class HeldGroups(dict[str, HeldGroup]):
     """Groups by id. The ack deadline of each message is extended until all its samples are stored; then the message is
     acknowledged.
 
-    A group arrives in several messages if it was handed over in parts. This also happens if an actor dies between handing over
-    the group and acknowledging its own message. This actor generates each sample once."""
+    A group arrives in several messages if it was handed over in parts, or by an actor that died before it acknowledged its own
+    message. This actor generates each sample once."""
 
     def holds(self, group: PromptGroup, delivery: PromptDelivery) -> bool:
         return group.group_id in self and delivery.position in self[group.group_id].messages
@@ -115,9 +115,9 @@ class HeldGroups(dict[str, HeldGroup]):
 
 
 async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instance: str, timeout_s: float) -> int:
-    """Publish the unfinished groups of the leaving actor `instance` on PROMPTS, with their generated tokens. A group's
-    old messages are acknowledged after it is stored, so that no group is lost. If it cannot be stored in time, NATS delivers
-    its old messages again. Return the number of stored groups. Takes at most `ANSWER_WITHIN_S` longer than `timeout_s`."""
+    """Publish the unfinished groups of the leaving actor `instance` on PROMPTS, with their generated tokens. Return the number
+    of stored groups. If a group cannot be stored in time, NATS delivers its old messages again. Takes at most `ANSWER_WITHIN_S`
+    longer than `timeout_s`."""
     until, at_once = asyncio.get_running_loop().time() + timeout_s, asyncio.Semaphore(AT_ONCE)
 
     async def pass_on(one: HeldGroup) -> bool:
@@ -167,9 +167,9 @@ async def publish_samples(bus: Bus, held: HeldGroup, samples: Sequence[int], ins
 def messages_of(
     group: PromptGroup, missing: Sequence[int], partials: Collection[PartialSequence], max_bytes: int
 ) -> tuple[list[bytes], int]:
-    """Return messages for PROMPTS and the number of discarded tokens. Together, the messages request each sample in `missing`
-    of `group` once, with its partial sequence. The samples of a message above `max_bytes` are divided between two messages. If
-    one sample alone is too long, its tokens are discarded. Raises `MessageError`. Pure."""
+    """Return messages for PROMPTS, and the number of discarded tokens. The messages request each sample in `missing` once, with
+    its partial sequence. They are split to fit `max_bytes`; a sample too long for one message loses its tokens. Raises
+    `MessageError`. Pure."""
     others = tuple(sorted(set(range(group.num_samples)) - set(missing)))
     mine = tuple(sample for sample in partials if sample.sample_index in missing)
     payload = encode_group(replace(group, partials=mine, done_samples=others))

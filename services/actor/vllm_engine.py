@@ -49,9 +49,9 @@ _Built = TypeVar("_Built")
 
 
 async def build_off_loop(build: Callable[[], _Built], stop: asyncio.Event) -> _Built:
-    """Call `build()` on a thread, so that the event loop keeps answering probes. If `stop` is set, terminate this process's
-    children, which makes `build` fail, and raise `StartStopped`. If `build` succeeds nevertheless, return its result, which the
-    caller must shut down. Without a stop, errors of `build` are raised unchanged."""
+    """Return the result of `build()`, which runs on a thread, so that the event loop keeps answering probes. If `stop` is set,
+    terminate this process's children, which makes `build` fail, and raise `StartStopped`. If `build` succeeds nevertheless, its
+    result is returned, and the caller must shut it down."""
     building = asyncio.ensure_future(asyncio.to_thread(build))
     try:
         with suppress(StartStopped):
@@ -134,10 +134,11 @@ async def start_engine(
     on_step: OnStep | None = None,
     bind_host: str | None = None,
 ) -> AsyncIterator[VllmEngine]:
-    """Start vLLM on a thread, warm it up, and shut it down at the end. The start takes tens of seconds, during which the event
-    loop runs. `on_step` is called on the event loop for each engine step after the warm-up. `bind_host`: address at which the
-    other ranks of a transfer group reach this pod. Raises `EngineError` if vLLM cannot serve the model (vLLM's log says why),
-    `FieldError` if vLLM lacks the sleep mode for `actor.colocate`, and `StartStopped` if `stop` is set first."""
+    """Start vLLM on a thread, which takes tens of seconds, warm it up, and shut it down at the end.
+
+    `on_step` is called on the event loop for each engine step after the warm-up. `bind_host`: address at which the other ranks
+    of a transfer group reach this pod. Raises `EngineError` if vLLM cannot serve the model (vLLM's log says why), `FieldError`
+    if vLLM lacks the sleep mode for `actor.colocate`, and `StartStopped` if `stop` is set first."""
     stop, listeners = stop or asyncio.Event(), list[OnStep]()
     folder, beside = tempfile.gettempdir(), tempfile.TemporaryDirectory(prefix="prl-", ignore_cleanup_errors=True)
     with beside as sockets:  # a directory with a short path, because a socket's path may have at most 107 characters
@@ -198,13 +199,11 @@ def build_llm(recipe: Recipe, model: str, stopped: Callable[[], bool], listeners
 
 @cache
 def prepare_forks() -> None:
-    """In every forked child, reset signal handlers and exempt inherited objects from garbage collection. A child inherits the
-    event loop's handlers and wake-up socket, so a SIGTERM to the engine process would stop the actor instead. Inherited garbage
-    may own threads that the child lacks; collecting it would wait for these threads forever."""
+    """In every forked child, reset signal handlers and exempt inherited objects from garbage collection."""
 
     def in_child() -> None:
-        gc.freeze()
-        signal.set_wakeup_fd(-1)
+        gc.freeze()  # collecting inherited garbage could wait forever for threads that the child lacks
+        signal.set_wakeup_fd(-1)  # a SIGTERM to the engine process would otherwise stop the actor
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
 
@@ -289,8 +288,7 @@ class VllmEngine:
                 pass
 
     async def _overtake(self) -> None:
-        """Before a swap, restart the requests that have no token yet. vLLM keeps the salt with which a request entered, so a
-        request that waited during the swap would read cached keys and values of the old weights."""
+        """Before a swap, restart requests without a token, whose salt would let them read cached keys of the old weights."""
         begun = {name for name, tokens in self.progress().items() if tokens}
         self._overtaken |= self._inside - begun
         await self.llm.abort(list(self._overtaken))

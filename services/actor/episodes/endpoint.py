@@ -313,7 +313,7 @@ def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
 async def _unless_over(
     waits: Coroutine[Any, Any, _Result], over: asyncio.Event, *hung_up: Coroutine[Any, Any, None]
 ) -> _Result:
-    """Return the result of `waits`. Cancel `waits` and raise `Refused` if the environment's run ends or the client hangs up."""
+    """Return the result of `waits`, or raise `Refused` if the environment's run ends or the client hangs up first."""
     working = asyncio.create_task(waits)
     ending = [asyncio.create_task(one) for one in (over.wait(), *hung_up)]
     try:
@@ -329,7 +329,7 @@ async def _unless_over(
 async def _answer(
     episode: Episode, request: Request, waits: Coroutine[Any, Any, RecordedTurn], answered: Callable[[RecordedTurn], str]
 ) -> str:
-    """Wait for a turn and return the response body `answered(turn)`. If `answered` fails, the turn counts as not served."""
+    """Wait for a turn and return the response body `answered(turn)`."""
     turn = await _unless_over(waits, over := episode.over, _hung_up(request))
     try:
         return answered(turn)
@@ -429,7 +429,7 @@ def _call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
-    """Return a key for comparing histories. Reasoning and empty fields are left out, because clients drop or add them."""
+    """Return a key for comparing histories, without reasoning and empty fields, which clients drop or add."""
     return (
         json.dumps(tools, sort_keys=True),
         *(
@@ -447,7 +447,7 @@ def _history(messages: list[Message], tools: Tools) -> tuple[Any, ...]:
 
 
 def _last_known(served: list[RecordedTurn], history: tuple[Any, ...]) -> RecordedTurn | None:
-    """Return a turn whose messages are the longest prefix of `history`, or None. Prefer a turn that no other turn extends."""
+    """Return a turn whose messages are the longest prefix of `history`, preferably one that no turn extends, or None."""
     extended = {id(turn.extends) for turn in served}
     known = [
         turn

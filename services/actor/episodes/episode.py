@@ -173,10 +173,10 @@ class Episode:
         return turn
 
     def _known(self, context_token_ids: TokenIds, sampling: SamplingParams) -> RecordedTurn | None:
-        """Return the first recorded turn with this context and these parameters that is not in `served`. The parameters
-        of a turn from another actor are unknown. Such a turn fits if it has at most `sampling.max_tokens` tokens."""
+        """Return the first turn with this context and these parameters that is not in `served`, or None."""
         for turn in self.turns:
             is_short = len(turn.made.completion_token_ids) <= sampling.max_tokens
+            # The parameters of a turn from another actor are unknown.
             fits = turn not in self.served and (is_short if turn.asked is None else turn.asked == sampling)
             if fits and np.array_equal(turn.context_token_ids, context_token_ids):
                 return turn
@@ -219,7 +219,7 @@ class Episode:
         return Refused(status, code, problem)
 
     def _sampled(self, turn: RecordedTurn, sampling: SamplingParams) -> asyncio.Task[None]:
-        """Return the task that samples the turn to its end. All requests for the turn share this task."""
+        """Return the task, shared by all requests for the turn, that samples the turn to its end."""
         task = self._sampling.get(turn)
         if task is None:
             task = self._sampling[turn] = asyncio.create_task(self._go_on_with(turn, sampling))
@@ -241,7 +241,7 @@ class Episode:
             turn.made = made
 
     def _fail(self, turn: RecordedTurn, failure: str) -> None:
-        """Drop a turn. The episode fails only if this run of the environment waits for the turn."""
+        """Drop a turn, and fail the episode if this run of the environment waits for the turn."""
         if turn in self.served:
             self.failure = self.failure or failure
             self.served.remove(turn)
@@ -366,7 +366,7 @@ def sequence_of_episode(
 
 
 def _branches(turns: list[RecordedTurn]) -> tuple[Branch, ...]:
-    """Arrange turns in branches. If several extend the same turn, the first continues its branch; the others begin new ones."""
+    """Arrange turns in branches. If several extend the same turn, only the first continues its branch."""
     paths: dict[int, list[RecordedTurn]] = {}  # by the id of the path's last turn
     for turn in turns:
         paths[id(turn)] = [*paths.pop(id(turn.extends), []), turn]

@@ -66,9 +66,8 @@ class ChatFormat(Protocol):
 
 
 def chat_format(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """Return the format of a recipe's model. Without a chat template, it is `PlainFormat`. If `renderers` knows the model and
-    the recipe does not change its template, it is the renderer of the model's family. Otherwise, it is the first renderer, with
-    `chat_template_kwargs` as its settings, that writes the template's tokens for the `PROBES`, or else the template itself."""
+    """Return the format of a recipe's model: `PlainFormat` if it has no chat template; else a renderer that is known for the
+    model, or that writes the same tokens as the template for the `PROBES`; else the template itself."""
     if not tokenizer.chat_template:
         return PlainFormat(tokenizer)
     from renderers.base import MODEL_RENDERER_MAP  # this import takes almost a second
@@ -150,10 +149,8 @@ class RendererTokenizer:
 
 
 class FamilyFormat:
-    """The format of a model family, written by a renderer of the package `renderers`. `family`: that renderer's name.
-    `variables`: the recipe's `chat_template_kwargs`, which become the renderer's settings of the same names. Some renderers
-    refuse to extend a turn by a user's message, because the template then drops earlier thoughts. This class extends the turn
-    nevertheless if rendering the whole conversation anew gives the same text apart from white space."""
+    """The format of a model family, written by the renderer `family` of the package `renderers`. `variables`: the recipe's
+    `chat_template_kwargs`, which become the renderer's settings of the same names."""
 
     def __init__(self, tokenizer: Any, family: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from renderers import config_from_name, create_renderer
@@ -177,6 +174,8 @@ class FamilyFormat:
         self, prompt_ids: list[int], sampled_ids: list[int], messages: list[Message], num_known: int, tools: Tools
     ) -> list[int] | None:
         new, known = _with_tool_names(messages)[num_known:], [*prompt_ids, *sampled_ids]
+        # Some renderers refuse to extend a turn by a user's message, because the template then drops earlier thoughts.
+        # `_keeping` extends such a turn if rendering the whole conversation anew gives the same text apart from white space.
         for renderer in (self.renderer, self._keeping):
             try:
                 bridged = renderer.bridge_to_next_turn(prompt_ids, sampled_ids, new, tools=tools or None)
@@ -331,8 +330,7 @@ def _with_tool_names(messages: list[Message]) -> list[Message]:
 
 
 def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: bool) -> list[Message]:
-    """For a template without tools, return `messages` with calls and results as text in the form of Hermes models. The list of
-    tools goes into the system message or, if the template takes no system message, into the first message."""
+    """Return `messages` with tools, calls and results as text. `in_system`: the template takes a system message."""
     said: list[Message] = []
     if tools:
         text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))

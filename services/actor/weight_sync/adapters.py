@@ -46,10 +46,11 @@ Named = tuple[str, Tensor]
 
 
 class AdaptedLinearMethod(LinearMethodBase):
-    """Adds the low-rank product to the output of `plain`, the layer's own method. A is [parts · r, in] and B [out, parts · r]
-    for an adapter of rank r and a layer that fuses `parts` checkpoint layers; in and out are the sizes on this tensor-parallel
-    rank. With unquantised 16-bit weights W, this class also computes W·x itself, so that the sum is rounded once. If vLLM has
-    packed W, as on a CPU, `unpacked` [in, out] is a plain copy of W."""
+    """Adds the low-rank product to the output of `plain`, the layer's own method. If the weights W are unquantised and 16 bits
+    wide, this class computes W·x itself, so that the sum is rounded once.
+
+    A is [parts · rank, in] and B [out, parts · rank], with this tensor-parallel rank's sizes in and out, for a layer that fuses
+    `parts` checkpoint layers."""
 
     def __init__(self, layer: LinearBase, plain: LinearMethodBase, parts: int, config: LoraConfig, like: Tensor) -> None:
         self.plain, self.rank, self.scaling = plain, config.rank, config.scaling
@@ -60,6 +61,7 @@ class AdaptedLinearMethod(LinearMethodBase):
         self.rounds_once = is_plain and like.dtype != torch.float32
         is_packed = self.rounds_once and not layer.get_parameter("weight").numel()
         self.unpacked = like.new_empty(self.in_size, out_size) if is_packed else None
+        """A plain copy of W, [in, out], if vLLM has packed W, as on a CPU."""
         self.unpack(layer)
 
     def __getattr__(self, name: str) -> Any:

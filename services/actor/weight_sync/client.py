@@ -170,18 +170,18 @@ def parse_version(text: str) -> PolicyVersion:
 @dataclass(eq=False)
 class WeightUpdateClient:
     """Loads versions into vLLM. Calls must not overlap, except that `discard` may be called while `receive` waits. Calls raise
-    `TransferError`; `sleep`, `wake` and a commit that fails half-way raise `CommitFailed`.
-
-    `recompute_kv`: recompute the KV cache of unfinished sequences under new weights instead of keeping it. `bind_host`: address
-    at which other ranks reach this pod (gloo). `force_paused`: load whole weights with the `PausedLoader` only.
-    `staging_buffers`: number of chunks that a worker holds at a time while it receives."""
+    `TransferError`; `sleep`, `wake` and a commit that fails half-way raise `CommitFailed`."""
 
     llm: AsyncLLM
     _: KW_ONLY
     recompute_kv: bool = False
+    """Recompute the KV cache of unfinished sequences under new weights instead of keeping it."""
     bind_host: str | None = None
+    """Address at which other ranks reach this pod with gloo; None = the machine's name."""
     force_paused: bool = False
+    """Load whole weights with the `PausedLoader` only."""
     staging_buffers: int = 2
+    """Number of chunks that a worker holds at a time while it receives."""
     swapping: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     before_swap: Callable[[], Awaitable[None]] | None = field(default=None, init=False)
     _link: WorkerLink | None = field(default=None, init=False)
@@ -249,8 +249,9 @@ class WeightUpdateClient:
 
     async def sleep(self) -> None:
         """Pause the engine and free its GPU memory (vLLM's sleep mode). Unfinished sequences are kept, and their KV cache is
-        later computed again. vLLM copies the weights to host memory (level 1), because a weight update does not bring all of
-        them: with adapters it lacks the base weights, and it never has tensors that layers compute, such as rotary tables."""
+        later computed again."""
+        # Level 1 copies the weights to host memory, because an update lacks the base weights of adapters and all tensors that
+        # layers compute, such as rotary tables.
         await self._in_sleep_mode(self.llm.sleep(level=1, mode="keep"))
 
     async def wake(self) -> None:

@@ -55,7 +55,7 @@ class Loader(Protocol):
 def no_room(device: torch.device, share: float, *, weights: int = 0, layer: int = 0) -> str:
     """Return why an update does not fit on a GPU beside an engine that has `share` of the GPU's memory; empty if it fits. If
     only the memory for receiving is lacking, log a warning and return "". `weights`: bytes of a second instance of the weights.
-    `layer`: bytes of the largest decoder layer, if weights are loaded while generation is paused."""
+    `layer`: bytes of the largest decoder layer, for a paused load."""
     if device.type != "cuda":
         return ""
     (free, total), needed = device_room(device), update_bytes(weights, layer)
@@ -130,7 +130,7 @@ def choose(live: nn.Module, vllm_config: VllmConfig, device: torch.device, force
 
 
 def _of_any_rank(reason: str, peers: Any) -> str:
-    """Return `reason`, or a general reason if only another rank has one; empty if no rank has one. All ranks must call this."""
+    """Return `reason`, or a general one if only another rank has a reason, or "". All ranks must call this."""
     there = torch.tensor(int(bool(reason)))
     torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MAX, group=peers.cpu_group)
     return reason or ("another rank of this actor cannot prepare weights while it generates" if there else "")
@@ -176,8 +176,7 @@ def _routing_obstacle(module: nn.Module) -> str:
 
 
 def _kernel_of(module: nn.Module) -> dict[str, Any] | None:
-    """Return the `quant_method.__dict__` of an unquantised expert layer, so that callers can clear or exchange the attributes
-    `_KERNEL` in it. Return None for all other modules, also for quantised expert layers."""
+    """Return the `quant_method.__dict__` of an unquantised expert layer, which holds `_KERNEL`; None for other modules."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     method = getattr(module, "quant_method", None)
@@ -192,12 +191,9 @@ CPU converts new weights to the kernel's layout only if no kernel is set."""
 class ShadowLoader:
     """Prepares a second instance of the served model, the shadow, and exchanges its weights with the live ones.
 
-    vLLM builds the shadow, loads its weights and post-processes them as at start-up, so that fused, packed and tied weights are
-    correct. Between updates the shadow's parameters are on `meta` and take no memory. Construct this loader between decode
-    steps, because building a model sets torch's default dtype.
-
-    A swap exchanges parameters and everything that post-processing set on a module, or on the quantisation method of an expert
-    layer. KV caches and attention state stay with the live modules. `pairs`: live module and shadow by the module's name."""
+    vLLM loads and post-processes the shadow as at start-up, so that fused, packed and tied weights are correct. Between updates
+    the shadow's parameters are on `meta` and take no memory. A swap leaves KV caches and attention state with the live modules.
+    Construct this loader between decode steps, because building a model sets torch's default dtype."""
 
     mode = "shadow"
     _swaps = 0
@@ -208,6 +204,7 @@ class ShadowLoader:
         self._model_config, self._device = vllm_config.model_config, device
         self._model = _build(vllm_config, device)
         self.pairs: dict[str, tuple[nn.Module, nn.Module]] = {}
+        """Live module and shadow, by the module's name."""
         for (name, mine), (other_name, other) in zip(live.named_modules(), self._model.named_modules(), strict=True):
             assert name == other_name, (name, other_name)
             assert type(mine) is type(other), name
@@ -375,8 +372,8 @@ class InPlaceLoader(ShadowLoader):
                 parameter.copy_(replacement, non_blocking=True)
 
     def _tied_in_live_only(self) -> str:
-        """Describe the first weight that is tied only in the live model; empty if none is. At start-up, vLLM ties embedding and
-        head if their values are equal, even if the configuration does not tie them. An update may make them different."""
+        """Describe the first weight that is tied only in the live model; empty if none is. vLLM ties an embedding and a head
+        with equal initial values, which an update may make different."""
         counterparts: dict[int, int] = {}
         for name, (live, other) in self.pairs.items():
             for key, parameter in live._parameters.items():
@@ -409,9 +406,10 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class PausedLoader:
-    """Loads while generation is paused, with vLLM's layerwise reload. Until the pause, received tensors are divided among the
-    actor's tensor-parallel ranks (`peers`). A rank keeps its tensors on its GPU or, if that lacks room, in host memory. During
-    the pause, it sends them to the other ranks. vLLM reloads layer by layer, which takes GPU memory for two layers."""
+    """Loads while generation is paused, with vLLM's layerwise reload, which takes GPU memory for two layers.
+
+    Until the pause, each tensor-parallel rank (`peers`) keeps a share of the received tensors, on its GPU or, if that lacks
+    room, in host memory. During the pause, it sends them to the other ranks."""
 
     mode = "paused"
 

@@ -49,10 +49,10 @@ LOG_BACKOFF = Backoff(first_s=0.5, most_s=5.0, jitter=0.2)
 
 
 class ServingGate:
-    """Prompt groups may be taken only while this gate is open; groups taken earlier continue. It is closed until the first
-    commit, and while the actor drains or sleeps. With a `max_lag`, it also closes if the served version is from another
-    incarnation than the newest announced one, or more than `max_lag` + 1 versions behind it. The 1 allows for the time
-    between the announcement of a version and its commit."""
+    """Prompt groups may be taken only while this gate is open; groups taken earlier continue. `reason` has the conditions.
+
+    The served version may be `max_lag` + 1 versions behind the newest announced one of its incarnation; None = no limit. The 1
+    allows for the time between the announcement of a version and its commit."""
 
     def __init__(self, max_lag: int | None) -> None:
         self._max_lag = max_lag
@@ -120,12 +120,10 @@ class UpdateListener:
     """Consumes the trainer's control messages in stream order and answers `joined`, `staged`, `serving` or `failed`.
 
     A separate task receives weights, so that an abort can be handled during a transfer. Generation goes on until a commit.
-    Orders are ignored if they repeat an earlier one, or do not belong to the epoch that this process has joined. During a NATS
-    outage, the listener waits. Other code may lock `serving` to prevent commits and sleep. On a GPU shared with the trainer,
-    this process holds the GPU's `turn` while its engine is awake.
+    Orders are ignored if they repeat an earlier one, or do not belong to the epoch that this process has joined. On a GPU
+    shared with the trainer, this process holds the GPU's `turn` while its engine is awake.
 
-    With a `log`, this actor is in no epoch, and reads the newest published version from the log. If the store fails, or
-    retention has removed the version, the actor retries until it succeeds or a newer version is published."""
+    With a `log`, this actor is in no epoch, and reads the newest published version from the log."""
 
     def __init__(
         self,
@@ -153,6 +151,7 @@ class UpdateListener:
         self._alone = False
         """True if the epoch is a side group, which consists of the trainer and joining actors."""
         self.serving = asyncio.Lock()
+        """Other code may lock it to prevent commits and sleep."""
         self._log, self._published = log, pb.Published()
         self._folder = Path()
         self._replica: Replica | None = None
@@ -243,12 +242,11 @@ class UpdateListener:
         ) from error
 
     async def _on_epoch(self, epoch: pb.EpochStart, *, alone: bool) -> None:
-        """Join an epoch that includes this process. `alone`: the epoch is a side group of joining actors. While this process
-        is in a side group, it ignores epochs that do not include it."""
+        """Leave the last epoch and join `epoch` if it includes this process. `alone`: it is a side group."""
         mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
         if mine is not None and mine.incarnation == epoch.incarnation:
-            beside = me is None and self._alone
+            beside = me is None and self._alone  # a side group continues beside epochs without this process
             if beside or epoch.epoch <= mine.epoch:  # NATS may have stored an order twice
                 return
         await self._stop_receiving()
@@ -315,7 +313,7 @@ class UpdateListener:
         return self._published.manifest_id == self.manifest_id != "" and (served is None or newest > served)
 
     async def _catch_up(self) -> None:
-        """Serve the newest version of the log. Repeat this until no newer version has been published. Raises `CommitFailed`."""
+        """Serve the newest version of the log, with retries, until no newer version has been published."""
         while self._is_behind:
             what = "serve a version of the weight log"
             await retry_forever(self._serve_from_log, what, retried=is_transfer_error, backoff=LOG_BACKOFF)
@@ -352,8 +350,7 @@ class UpdateListener:
             await self._fail(commit, error)
 
     async def _swap(self, commit: pb.Commit, trace: Trace) -> None:
-        """Serve the staged version from the next decode step on, and tell the trainer. Raises TransferError if the swap cannot
-        begin, and `CommitFailed` if it fails half-way."""
+        """Serve the staged version from the next decode step on, and tell the trainer."""
         version, self._gate.swapping = PolicyVersion(commit.incarnation, commit.version), True
         try:
             about = {attributes.VERSION: commit.version, attributes.EPOCH: commit.epoch}
@@ -371,18 +368,17 @@ class UpdateListener:
         await self._answer("serving", pb.Serving, commit, headers, version=commit.version, stall_s=stall_s)
 
     async def _on_sleep(self, version: PolicyVersion) -> None:
-        """Wait for a running `Score` call, put the engine to sleep and release the GPU. Do nothing if the engine does not yet
-        serve `version`, or if a transfer uses the GPU; the trainer repeats the order."""
+        """Put the engine to sleep and release the GPU. If it is too early, do nothing; the trainer repeats the order."""
         if self._turn is None or version != self._gate.served or self._gate.asleep or self.staging_state != "idle":
             return
         self._gate.sleep()
-        async with self.serving:
+        async with self.serving:  # wait for a running `Score` call
             await self._receiver.sleep()
         self._turn.release()
         log.info("the engine sleeps with version %s while the trainer uses the GPU", version)
 
     async def _stop_receiving(self) -> None:
-        """Cancel a running receive and withdraw a staged version. This takes a limited time: a stuck transfer is abandoned."""
+        """Cancel a running receive and withdraw a staged version."""
         task, self._receiving, self._expected = self._receiving, None, None
         unfinished = task is not None and not task.done()
         if task is not None:
@@ -394,7 +390,6 @@ class UpdateListener:
             await self._receiver.discard()
 
     async def _end(self) -> None:
-        """Discard a running transfer or a staged version. A failure is only logged."""
         try:
             await self._stop_receiving()
         except TransferError as error:

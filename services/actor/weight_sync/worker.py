@@ -45,9 +45,8 @@ RELEASE = "release"
 class Receiver:
     """Receives one version's chunks, checks their checksums, and yields the tensors as they become complete.
 
-    `begin(load)` calls `load(receiver)` on a new thread. This call must read `tensors()` to the end and return `staged()`.
-    `loaded` waits for that result and returns it. If the group breaks, `loaded` raises the error, while the thread keeps its
-    chunks and waits: `resume` gives it another group, and `drop` ends it. Call `begin` and `resume` from one thread.
+    If the group breaks, `loaded` raises the error, while the thread of `begin` keeps its chunks and waits: `resume` gives it
+    another group, and `drop` ends it. Call `begin` and `resume` from one thread.
     """
 
     group: WeightGroup | StreamFile
@@ -86,6 +85,7 @@ class Receiver:
         return Kept() if failed else Kept(self.manifest.content(self.version), len(self._checksums))
 
     def begin(self, load: Callable[[Receiver], StagedWeights]) -> None:
+        """Call `load(self)` on a new thread. It must read `tensors()` to the end and return `staged()`."""
         self._waits = True
         self._loading = on_thread(f"load-{self.version}", partial(load, self))
         self._loading.add_done_callback(lambda done: self._problems.put(done.exception()))
@@ -117,8 +117,8 @@ class Receiver:
 
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
         """Yield all parameters in the manifest's order. Always close this iterator; closing takes at most the stall timeout. If
-        the group breaks after a chunk was checked, a load that `begin` started waits here until `resume` gives another group
-        or `drop` ends the wait. Raises `TransferError`; the group is then unusable."""
+        the group breaks after a chunk was checked, a load that `begin` started waits here for `resume` or `drop`. Raises
+        `TransferError`; the group is then unusable."""
         unpacker = Unpacker(self.manifest, self._new_memory)
         while True:
             try:
@@ -136,7 +136,7 @@ class Receiver:
                 self._waited_s += time.monotonic() - started
 
     def _from_group(self, unpacker: Unpacker) -> Generator[tuple[str, Tensor], None, None]:
-        """Yield parameters as they become complete. Receive and drop the chunks that this rank has but other ranks lack."""
+        """Yield parameters as they become complete. Chunks that only other ranks lack are received and dropped."""
         first, num_kept = self.group.first_chunk(self.manifest.content(self.version)), len(self._checksums)
         if first > num_kept:
             raise GroupFailed("", f"version {self.version} continues with chunk {first}, but only {num_kept} chunks came")
@@ -373,7 +373,7 @@ class TransferWorker:
             self.loader.drop()
 
     def _discard(self) -> None:
-        """Withdraw a staged version. Keep its chunks, and those of a broken transfer, until another version comes."""
+        """Withdraw a staged version, but keep its chunks until another version comes."""
         self._staged = None
         with self._discarding:
             self._discards -= 1
@@ -381,7 +381,7 @@ class TransferWorker:
                 self._aborted.clear()
 
     def _abort(self) -> None:
-        """Make orders fail until all received `Discard`s have been performed. After the connection's end, all orders fail."""
+        """Make orders fail until all received `Discard`s have been performed or, after the connection's end, forever."""
         with self._discarding:
             self._discards += 1
             self._aborted.set()
@@ -393,8 +393,7 @@ class TransferWorker:
 
 
 def _use_one_core() -> None:
-    """Prepare weights with one thread, on any free core. A second team of OpenMP threads would compete with vLLM's decoding
-    threads. torch's private function is called, because vLLM replaces `torch.set_num_threads` on a CPU."""
+    """Use one thread on any free core, because a second team of OpenMP threads would compete with vLLM's decoding threads."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    torch._C.set_num_threads(1)
+    torch._C.set_num_threads(1)  # vLLM replaces torch.set_num_threads on a CPU
