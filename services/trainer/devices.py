@@ -21,9 +21,9 @@ DEVICES = Path("/dev")
 
 
 def described(torch: Any, nvml: Any, environment: Mapping[str, str], nodes: Path = DEVICES) -> list[dict[str, Any]]:
-    """Return the fields of a `Device` for each usable GPU or MIG instance. Raises `UserError`, with a fix, if torch can use
-    none, if NVML is missing or fails, or if CUDA ignores a GPU that CUDA_VISIBLE_DEVICES names. `torch`, `nvml`: these modules;
-    `nvml` is None if it is not installed. `nodes`: folder of the device files."""
+    """Return the fields of a `Device` for each usable GPU or MIG instance. Raises `UserError`, with a fix, if none is usable,
+    if NVML fails or is not installed (`nvml` is None), or if CUDA ignores a GPU that CUDA_VISIBLE_DEVICES names. `nodes`:
+    folder of the device files."""
     if torch.version.cuda is None:
         fix = "install the CUDA build: make clean && make install DEVICE=cuda"
         raise UserError(f"torch {torch.__version__} is built without CUDA; {fix}")
@@ -70,8 +70,7 @@ def _cause(torch: Any, environment: Mapping[str, str], nodes: Path) -> str:
 
 
 def _usable(nvml: Any, visible: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the UUIDs of visible whole GPUs and of MIG instances. CUDA shows a process at most one instance. The instances are
-    therefore read from CUDA_VISIBLE_DEVICES or, if that is not set, from NVML."""
+    """Return the UUIDs of visible whole GPUs, and of the named or else all MIG instances, of which CUDA shows at most one."""
     whole, instances = set[str](), list[str]()
     for number in range(nvml.nvmlDeviceGetCount()):
         parent = nvml.nvmlDeviceGetHandleByIndex(number)

@@ -56,9 +56,8 @@ def num_ranks(settings: TrainerSettings, recipe: Recipe) -> int:
 
 
 def run_ranks(settings: TrainerSettings, num_here: int, command: tuple[str, ...]) -> int:
-    """Run `command` once for each of this node's ranks, which join those of the other nodes. torchrun's environment tells each
-    rank its number. Return the exit code of the first failed rank, 1 if a signal killed it, or 0 if none failed. A signal to
-    this process is passed to these ranks, and is not a failure."""
+    """Run `command` once for each of this node's ranks, under torchrun. Return the exit code of the first failed rank, 1 if a
+    signal killed it, or 0 if none failed. A signal to this process is passed to the ranks, and is not a failure."""
     context = LogContext(settings.run, "trainer", settings.instance)
     configure_logging(context, log_format=settings.log_format, level=settings.log_level)
     take_over("torch")

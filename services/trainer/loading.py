@@ -94,9 +94,9 @@ def load_tokenizer(source: str, recipe: Recipe) -> PreTrainedTokenizerBase:
 
 def load_learner(recipe: Recipe, source: str, ranks: RankSettings, resume: Path | None = None, revision: str = "") -> Learner:
     """Return this rank's learner. All ranks must call this. `source`: folder or hub id of the model. `resume`: folder of the
-    state to continue from; the other ranks use rank 0's. `revision`: the pod template's revision; empty outside Kubernetes.
-    Raises `ServiceError` if ranks differ in pipelinerl version, recipe or revision, `FieldError` if the model cannot be trained
-    with this recipe, ranks and memory, and the errors of `restore`."""
+    state to continue from, of which only rank 0's is used. `revision`: the pod template's; empty outside Kubernetes. Raises
+    `ServiceError` if ranks differ in pipelinerl version, recipe or revision, `FieldError` if the model cannot be trained with
+    this recipe, ranks and memory, and the errors of `restore`."""
     if recipe.trainer.threads:
         torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
@@ -176,9 +176,9 @@ def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
 
 
 def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
-    """Shard `policy` over the ranks of `world` and return it. All ranks must call this. The sharded policy computes in `dtype`.
-    A single rank's policy is returned unchanged. `reshard`: drop gathered weights after each forward pass, which saves memory
-    but costs traffic. Raises `FieldError` if the model has no list of layers, or if ranks cannot share its rows."""
+    """Shard `policy` over the ranks of `world`, to compute in `dtype`, and return it. A single rank's policy stays unchanged.
+    All ranks must call this. `reshard`: drop gathered weights after each forward pass, which saves memory but costs traffic.
+    Raises `FieldError` if the model has no list of layers, or if ranks cannot share its rows."""
     if world.mesh is None:
         return policy
     model = policy.model

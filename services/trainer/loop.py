@@ -113,8 +113,8 @@ class PolicyTrainer:
         """Copy the training state on all ranks, and gather the weights to export on rank 0. The weights must be of `version`.
 
         Return a function that writes the export into an existing folder, and the state into `resume/state` below it. Call it at
-        most once, on another thread, before the next checkpoint begins. It makes the state durable; the caller must sync the
-        export. It raises `OSError`, and `ServiceError` if a rank cannot write.
+        most once, on another thread, before the next checkpoint begins, and then sync the export; the state is already durable.
+        It raises `OSError`, and `ServiceError` if a rank cannot write.
         """
         assert self._version in (None, version), f"the weights are of version {self._version}, not {version}"
         self._state.stage()
@@ -362,8 +362,7 @@ class OptimizerLoop:
 
     @asynccontextmanager
     async def _recorded(self, batch: list[TrainingGroup]) -> AsyncIterator[None]:
-        """With `record: true`, write the batch to disk while the block computes its step. Hash the new weights during the
-        next step."""
+        """With `record: true`, write the batch while the block computes its step, and then begin to hash the new weights."""
         if not self._recipe.record:
             yield
             return
@@ -387,8 +386,8 @@ class OptimizerLoop:
         self.journal.write({"event": "weights", "version": version, "sha256": sha256.hex()})
 
     def _capture(self) -> RunState:
-        """Capture all state except tensors. The last step's record is written first, so that the figures include it."""
-        self._unrecorded()
+        """Return all state of the run except tensors."""
+        self._unrecorded()  # the figures must include the last step's record
         self.journal.flush()
         figures = {
             "tokens_arrived": self._intake.tokens_arrived,
@@ -417,9 +416,8 @@ class OptimizerLoop:
         return batch, await asyncio.to_thread(self._policy.learner.prepare, batch, version)
 
     async def _offer(self, seconds: dict[str, float], *, measure: bool = False) -> None:
-        """Begin to send the current version, unless a measurement (evaluation or probe) delays the commit of an earlier one.
-        In conventional mode, wait until the version is served. `measure`: wait for a running measurement before all else,
-        because the caller measures the current version next."""
+        """Begin to send the current version, unless a measurement delays the commit of an earlier one. In conventional mode,
+        wait until it is served. `measure`: first wait for a running measurement, as this version is measured next."""
         if measure:
             with measured(seconds, "send"):
                 await self._measured()
@@ -494,8 +492,8 @@ class OptimizerLoop:
         return scores
 
     def _measure(self, trained: Logprobs | None, *, evaluate: bool) -> None:
-        """Start a task that measures the current version once actors serve it. Training continues, but no later version is
-        committed before the measurement ends. `trained`: the trainer's scores of the probe; None = no probe."""
+        """Start to measure the current version once actors serve it. No later version is committed before the measurement ends.
+        `trained`: the trainer's scores of the probe; None = no probe."""
         self._measuring = asyncio.create_task(self._measure_version(self.version, trained, evaluate))
 
     async def _measured(self) -> None:

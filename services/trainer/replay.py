@@ -89,9 +89,9 @@ def nearest_start(run_dir: Path, first: int) -> tuple[int, Path | None]:
 
 
 def plan_of(args: Options, run_dir: Path) -> Plan:
-    """Return the plan for the user's range or, with `args.checkpoint`, for version `args.last`. Steps that a restart undid
-    and that were not repeated are left out. Raises `FieldError` for a range that is not recorded or is reversed,
-    and `ServiceError` if the first step to compute cannot be read."""
+    """Return the plan for the user's range or, with `args.checkpoint`, for version `args.last`. Steps that a restart undid for
+    good are left out. Raises `FieldError` if the range is reversed or not recorded, and `ServiceError` if the first step to
+    compute cannot be read."""
     known = digests(run_dir)
     recorded = [step for step in recorded_steps(run_dir) if step in known or not known]
     if not recorded:
@@ -117,9 +117,9 @@ def recipe_of(step: RecordedStep, overrides: Sequence[str]) -> Recipe:
 
 
 def replay(settings: TrainerSettings, ranks: RankSettings, args: Options, plan: Plan) -> int:
-    """Rank 0: take the steps, and print a line for each from `plan.first` on. Return 1 if a digest differs although nothing was
-    overridden. With `args.checkpoint`, write a checkpoint of the last version if all digests are known and equal, else
-    return 1. With `args.tokens`, print the token table of the last step instead of taking it."""
+    """Rank 0: take the steps, and print a line for each from `plan.first` on. Return 1 if a digest differs and nothing was
+    overridden. `args.checkpoint`: write a checkpoint of the last version if all digests are known and equal, else return 1.
+    `args.tokens`: print the token table of the last step instead of taking it."""
     run_dir, step = settings.run_dir, plan.begin
     if args.checkpoint:
         find_start(run_dir, settings.run, load_recipe(settings.recipe))  # raises an error if the run cannot be resumed

@@ -147,13 +147,12 @@ class Checkpointer:
         return await asyncio.shield(task)
 
     async def _idle(self) -> None:
-        """Wait until no checkpoint is being written. Only then can the next one be copied into the same memory."""
+        """Wait until no checkpoint is being written, because the next one is copied into the same memory."""
         while self._newest is not None and self._busy:
             await asyncio.wait({self._newest[1]})
 
     async def _start(self, *, anew: bool = False) -> asyncio.Task[WrittenCheckpoint]:
-        """Begin a checkpoint of the current version and return its task. If the version already has a task that is running or
-        succeeded, return that task instead, unless `anew`."""
+        """Return the task that writes the current version: a new one if `anew`, or if none is running or succeeded."""
         state = self._capture()
         version = state.policy_version
         if not anew and self._newest is not None and self._newest[0] == version:
@@ -197,12 +196,11 @@ _KEPT = ("_weight_conversions", "peft_config")
 
 
 class PolicyExport:
-    """Exports a policy in `dtype` as a Hugging Face folder. Training waits during `stage`, and continues during `write`.
-    transformers writes the files of `form`, a model without tensors (on the meta device), so that the writing thread reads
-    nothing that training changes. `stage` overwrites the tensors of the previous call, which must already be written."""
+    """Exports a policy in `dtype` as a Hugging Face folder. Training waits during `stage`, and continues during `write`. The
+    tensors of a `stage` must be written before the next one, which overwrites them."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
-        with torch.device("meta"):
+        with torch.device("meta"):  # without tensors, so that `write` reads nothing that training changes
             self.form: PreTrainedModel = type(model)(copy.deepcopy(model.config))  # without its adapters
         self.form.to(dtype)  # type: ignore[arg-type]
         for name in _KEPT:

@@ -176,7 +176,7 @@ class Evaluator:
         return request, numbers
 
     def _group(self, number: int, version: int) -> PromptGroup:
-        """Return the prompt group of one answer. The answer is sampled as in training, but at the evaluation's temperature."""
+        """Return the group of answer `number`, which has one sample at the evaluation's temperature."""
         problem = self._problems[number]
         return replace(
             problem,
@@ -189,12 +189,11 @@ class Evaluator:
         )
 
     def _by_task(self, numbers: Iterable[int]) -> dict[str, list[int]]:
-        """Group ascending numbers of answers by problem set: a task, or one of `evaluation.sets`. The problems of a set are
-        adjacent."""
+        """Group numbers of answers by problem set. They must ascend, because the problems of a set are adjacent."""
         return {name: list(own) for name, own in groupby(numbers, key=lambda number: self._problems[number].task)}
 
     def _is_of(self, version: int, answer: Sequence) -> bool:
-        """Return whether an answer is final: it failed, or only `version` sampled it. Other answers are requested again."""
+        """Return whether an answer is final: it failed, or only `version` sampled it."""
         if answer.failure:
             log.warning("held-out problem %s failed: %s", answer.group_id, answer.failure)
             return True
@@ -286,13 +285,13 @@ class Parity:
 def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[float, float]:
     """Return which share of the change from `base` to `trained` is in `served` (1 = all), and the error due to rounding. Pure.
 
-    The share is the slope of a least-squares line through the origin. The line has a point (c, served − base) for each token,
-    where c = trained − base. r is the point's residual from the line through all other points. The error has two terms:
+    With c = trained − base, the share is the slope of a least-squares line through the origin, with a point (c, served − base)
+    for each token. r is the point's residual from the line through all other points. The error has two terms:
 
         6 √(Σ c² r²) / Σ c²     six standard errors of the slope (HC3)
-        2 Σ r² / Σ c²           covers the bias of the slope towards 0, which rounding in `trained` causes
+        2 Σ r² / Σ c²           covers the slope's bias towards 0, which rounding in `trained` causes
 
-    If c is 0 for all tokens, or one token has more than a quarter of Σ c², the result is the share 1 with an infinite error.
+    If c is 0 for all tokens, or one token has more than a quarter of Σ c², the share is 1 with an infinite error.
     """
     change, off = trained.astype(np.float64) - base, served.astype(np.float64) - trained
     size = float(change @ change)
@@ -307,9 +306,9 @@ def served_share(served: Logprobs, trained: Logprobs, base: Logprobs) -> tuple[f
 def compare(
     served: Mapping[str, Scored], trained: Logprobs, tolerance: float, *, of_median: bool = False, base: Logprobs | None = None
 ) -> Parity:
-    """Compare the actors' scores, by name, with those of the trainer, and log each problem. `of_median`: apply the tolerance to
-    the median token instead of every token. `base`: the trainer's first scores. The actors' scores must show the change from
-    `base` to `trained` (`served_share`), even if it is below the tolerance."""
+    """Compare the scores of actors, by name, with the trainer's, and log each problem. `of_median`: apply the tolerance to the
+    median token instead of every token. `base`: if given, the actors' scores must show the change from `base` to `trained`
+    (`served_share`), even if it is below the tolerance."""
     differences: list[float] = []
     problems: list[str] = []
     for name, scored in served.items():

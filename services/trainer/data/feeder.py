@@ -41,12 +41,10 @@ log = logging.getLogger(__name__)
 
 
 async def scan_in_flight(bus: Bus, position: int) -> tuple[int, dict[str, int], set[str]]:
-    """Return (start, prompts, arrived), which describe what an earlier incarnation left on the streams. `start`: position after
-    which to read the log. `prompts`: newest position of each group on PROMPTS. `arrived`: groups with a sequence after `start`.
-
-    `position`: last message of SEQUENCES that was read before the checkpoint. PROMPTS is read first, because an actor stores a
-    group's sequences before it acknowledges the group. A group that has left PROMPTS is thus already in the log.
-    """
+    """Return (start, prompts, arrived): what an earlier incarnation left on the streams. `position`: last message of SEQUENCES
+    that it read before its checkpoint. `start`: position after which to read SEQUENCES. `prompts`: newest position of each
+    group on PROMPTS. `arrived`: groups with a sequence after `start`."""
+    # An actor stores sequences before it acknowledges their group. Groups that have left PROMPTS are thus in the log read next.
     prompts = {group_id_of(msg_id): at for msg_id, at in (await bus.pending_prompts()).items()}
     log_now = await bus.sequences_info()
     end = log_now.last_position
@@ -159,10 +157,9 @@ class Feeder:
                         await self._send(group, group.group_id)
 
     async def adopt(self, reserved: int, prompts: Mapping[str, int], arrived: set[str], name: str) -> int:
-        """Take over the groups of an earlier incarnation, which reserved all group numbers below `reserved`. Call this before
-        reading the log. Open all groups up to the last one on a stream; `run` opens later ones. Publish again the open groups
-        that are on no stream, with message ids that end with `name`, and return how many they are. `prompts`, `arrived`:
-        results of `scan_in_flight`."""
+        """Open the groups of an earlier incarnation, up to the last one on a stream. Publish again the open groups that are on
+        no stream, and return their number. Call this before reading the log. `reserved`: number below which all groups were
+        reserved. `prompts`, `arrived`: results of `scan_in_flight`. `name`: end of the new message ids."""
         named = (_GROUP_ID.fullmatch(group_id) for group_id in (*prompts, *arrived))
         last = max((int(found[1]) for found in named if found and int(found[1]) < reserved), default=-1)
         while self.next_group <= last:
@@ -215,7 +212,7 @@ class Feeder:
         )
 
     def _refuse(self, group: PromptGroup, reason: str, detail: str) -> None:
-        """Leave out a group that cannot be published, or whose prompt leaves no room for a completion. Another replaces it."""
+        """Leave out a group that cannot be used. Raises `UserError` after too many in a row."""
         log.warning("leaving out problem %d of %s (%s): %s", group.problem_index, group.task, reason, detail)
         self.tracker.refuse(group, reason)
         self.refused.setdefault(reason, f"{reason}: problem {group.problem_index} of {group.task}: {detail}")
@@ -260,12 +257,9 @@ def heldout_problems(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def encode(recipe: Recipe, share: ProblemSet, index: int, problem: Problem, tokenizer: PreTrainedTokenizerBase) -> PromptGroup:
-    """Return a problem as a prompt group that still lacks run, id, seed and version. `index`: position in the task's split.
-
-    The prompt is encoded in the task's style. An episode's prompt has no tokens, because the environment makes the prompt.
-    `max_tokens` is the task's limit or, if less, the room that the prompt leaves in the context. Length penalties use the same
-    limit, so they also work after a long prompt. Raises `FieldError` if a chat template is needed and the tokenizer has none.
-    """
+    """Return a problem as a prompt group that still lacks run, id, seed and version. `index`: position in the task's split. An
+    episode's prompt has no tokens, because the environment makes the prompt. Raises `FieldError` if a chat template is needed
+    and the tokenizer has none."""
     config, sampling = share.task, recipe.sampling
     in_chat = config.prompt_style == "chat" or (config.is_episodic and tokenizer.chat_template)
     end = answer_end(tokenizer) if in_chat else None
@@ -283,7 +277,7 @@ def encode(recipe: Recipe, share: ProblemSet, index: int, problem: Problem, toke
         num_samples=sampling.group_size,
         sampling=SamplingParams(
             sampling.temperature,
-            max(1, min(share.max_tokens, recipe.model.max_context - len(token_ids))),
+            max(1, min(share.max_tokens, recipe.model.max_context - len(token_ids))),  # also used by length penalties
             stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if end is None else (end,))))),
             stop=tuple(sampling.stop),
         ),

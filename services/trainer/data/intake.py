@@ -180,8 +180,7 @@ class Intake:
             await self._add(sequence)
 
     def _read(self, entry: LogEntry) -> Sequence | None:
-        """Return the sequence in a log entry. If the entry is unusable, return a failed sequence for the pending sample that it
-        names, or None if it names no pending sample."""
+        """Return the entry's sequence. If it is unusable, return a failed one for the pending sample that it names, or None."""
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:
@@ -201,7 +200,7 @@ class Intake:
         return tokens is None or tokens.prove(group_id, token)
 
     def _set_aside(self, what: str, sequence_ids: tuple[str, ...], failure: str) -> Sequence | None:
-        """Count a bad message. If one of `sequence_ids` is a pending sample's, return a failed sequence for that sample."""
+        """Count a bad message. Return a failed sequence for the first of `sequence_ids` that is a pending sample's, or None."""
         self.bad_messages += 1
         log.error("cannot use %s: %s", what, failure, extra=AGGREGATED)
         for sequence_id in sequence_ids:
@@ -233,7 +232,7 @@ class Intake:
         self._feeder.look_again()
 
     def _count_timeout(self, sequence: Sequence) -> None:
-        """Count a reward's timeout. Raise `FieldError` if the first rewards of the sequence's task have all timed out."""
+        """Raise `FieldError` if the first rewards of the sequence's task have all timed out."""
         if not sequence.failure:
             self._in_vain.pop(sequence.task, None)
         elif sequence.failure.startswith("reward_timeout") and sequence.task in self._in_vain:
@@ -244,7 +243,7 @@ class Intake:
                 raise FieldError(f"{place}reward.timeout_s", share.reward.timeout_s, f"{slow}, or raise this limit")
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
-        """Return a complete group's trainable samples; empty if it is lost. Raises `UserError` after too many lost groups."""
+        """Return a complete group's trainable samples; empty if it is lost. Raises `UserError` after too many in a row."""
         algorithm, good = self._recipe.algorithm, tuple(sample for sample in samples if not sample.failure)
         if len(good) < groups.smallest_group(algorithm.advantage):
             self._tracker.lose(good, Outcome.FAILED, "group incomplete")
@@ -295,11 +294,10 @@ QUARANTINED = "actor_quarantined"
 
 
 class Quarantine:
-    """Actors whose log μ does not match the policy version that they claim. Their sequences are no longer trained on.
+    """Actors whose log μ does not match the version that they claim. Their sequences fail until the trainer restarts.
 
-    Only tokens of lag 0 are checked. The trainer's current version sampled them, so actor and trainer must agree up to
-    rounding. Checkpoints do not contain the quarantine. `share`: allowed share of an actor's tokens of lag 0 whose log μ is off
-    by more than `meter.bound_of`; 0 = no actor is quarantined.
+    Only tokens of lag 0 are checked, because the trainer's current version sampled them and must agree up to rounding. `share`:
+    allowed share of these tokens of an actor whose log μ is off by more than `meter.bound_of`; 0 = no quarantine.
     """
 
     def __init__(self, share: float) -> None:

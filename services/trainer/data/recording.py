@@ -177,7 +177,7 @@ def _of_branch(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spans(versions: NDArray[np.int32], incarnations: NDArray[np.int32]) -> Iterator[VersionSpan]:
-    """Yield a span for consecutive tokens of the same version and incarnation. Tokens that were not sampled are in no span."""
+    """Yield the spans of a completion from each token's version and incarnation. Unsampled tokens are in no span."""
     edges = np.flatnonzero((np.diff(versions) != 0) | (np.diff(incarnations) != 0)) + 1
     for start, end in zip([0, *edges.tolist()], [*edges.tolist(), len(versions)], strict=True):
         if start < end and versions[start] != _NOT_SAMPLED:

@@ -22,11 +22,11 @@ from services.trainer.learn.attention import PackedLayout, on_device, ranges
 
 
 def sequence_weights(sampled_tokens: NDArray[np.int64], normalization: str) -> NDArray[np.float64]:
-    """Return float64[S]: for each sequence of an optimizer step, the factor of its tokens' terms in the loss.
+    """Return float64[S]: the factor of a token's term in the loss, for each sequence of an optimizer step.
 
-    `sampled_tokens` int64[S]: each sequence's number of sampled tokens, over all branches. `normalization` decides the factor.
-    `token`: 1 / tokens of the step (DAPO, arXiv 2503.14476). `sequence`: 1 / (tokens of the sequence · sequences) (GRPO, arXiv
-    2402.03300). `batch`: 1 / sequences (the paper, eq. 5; no length normalisation, as in Dr. GRPO, arXiv 2503.20783).
+    `sampled_tokens` int64[S]: each sequence's number of sampled tokens, over all branches. `normalization`:
+    `token` = 1 / tokens of the step (DAPO, arXiv 2503.14476), `sequence` = 1 / (tokens of the sequence · sequences) (GRPO,
+    arXiv 2402.03300), or `batch` = 1 / sequences (the paper, eq. 5; Dr. GRPO, arXiv 2503.20783).
     """
     num_sequences = len(sampled_tokens)
     if normalization == "sequence":
@@ -139,9 +139,9 @@ def host_microbatch(
     actors: NDArray[np.int64] | None = None,
     reported: NDArray[np.int64] | None = None,
 ) -> HostMicroBatch:
-    """Pack `branches` into a row, longest first. The given arrays have one entry per branch. `version`: policy version before
-    the step, from which lags are counted. `share_prompts`: put a prompt of several branches into the row only once. `branches`
-    may be empty, because all ranks need the same number of micro-batches."""
+    """Pack `branches` into a row, longest first. Empty rows give all ranks the same number of micro-batches. The arrays have
+    one entry per branch. `version`: policy version before the step, from which lags are counted. `share_prompts`: put a prompt
+    of several branches into the row once."""
     given = list(branches)
     order = sorted(range(len(given)), key=lambda index: -given[index].num_tokens)
     members = [given[index] for index in order]

@@ -91,9 +91,9 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tu
 
 
 def gspo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5). This
-    is the token form (section 4.3). All tokens of a branch have the same value s, but each term has only the gradient of its
-    own token's log π. With equal advantages in a branch, the gradient is that of the sequence form."""
+    """−min(s A, clip(s, 1 − ε_low, 1 + ε_high) A), s = exp(mean over the branch of log ratio) (arXiv 2507.18071, eq. 5). In
+    this token form (section 4.3), a term has only the gradient of its own token's log π. If a branch's advantages are equal,
+    the gradient is that of the sequence form."""
     log_ratio = logprobs - batch.behaviour_logprobs
     of_branch = branch_means(log_ratio.detach(), batch)
     own_gradient = logprobs - logprobs.detach()
@@ -108,7 +108,7 @@ def cispo(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple
 
 
 def _clipped(log_ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Return PPO's term for the ratio exp(`log_ratio`), and whether it is clipped, both [C]. The ratio has a gradient."""
+    """Return PPO's term for the ratio exp(`log_ratio`), and whether it is clipped, both [C]."""
     ratio = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     free, cut = ratio * advantages, bounded * advantages
@@ -137,7 +137,7 @@ def compute_loss(
 ) -> LossOutput:
     """Return policy loss + kl_coefficient · KL to the reference − entropy_coefficient · entropy + value_coefficient · value
     loss, as weighted sums over tokens. With a value head, the batch's advantages are returns, from which the values v_φ are
-    subtracted without a gradient (the paper, eq. 4). A masked token adds 0 to the policy loss."""
+    subtracted without a gradient (the paper, eq. 4)."""
     value_loss = scores.logprobs.new_zeros(())
     if scores.values is not None:
         error = scores.values - batch.advantages

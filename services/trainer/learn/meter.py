@@ -37,9 +37,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def cost_model_of(model: PreTrainedModel) -> CostModel:
-    """Return a training step's FLOPs, divided by `TRAINING_PASSES`, as a function of sequence lengths. Frozen weights get no
-    gradients, so their products take two passes instead of three. The matrices are found among the model's parameters,
-    so any architecture works. Of a mixture's experts, only those that a token visits count."""
+    """Return a training step's FLOPs, divided by `TRAINING_PASSES`, as a function of sequence lengths. Products with frozen
+    weights take two passes instead of three. Of a mixture's experts, only those that a token visits count."""
     text: Any = model.config.get_text_config()
     decoder, head = model.get_decoder(), model.get_output_embeddings().weight
     uncounted = {id(module.weight) for module in decoder.modules() if isinstance(module, torch.nn.Embedding)} | {id(head)}
@@ -208,8 +207,8 @@ def token_figures(
     parts: list[TokenStatistics], totals: NDArray[np.float64], loads: list[int], budget: int, *, applied: bool = True
 ) -> dict[str, Any]:
     """Return figures over all sampled tokens of one optimizer step, with the names of metrics.jsonl (docs/run-directory.md). A
-    figure is None if it is undefined, such as `ess` with an infinite log weight. A step that was not `applied` counts no
-    trained tokens. `loads`: tokens of each micro-batch. `budget`: maximum tokens of a micro-batch."""
+    figure is None if undefined, such as `ess` with an infinite log weight. If not `applied`, no token counts as trained.
+    `loads`: tokens of each micro-batch. `budget`: tokens that one may have."""
     loss, reference_kl, value_loss, _ = totals.tolist()
     by_lag, by_bucket = summed([part.by_lag for part in parts]), np.stack([part.by_bucket for part in parts])
     weights, found, num_tokens = by_bucket[..., :4], np.flatnonzero(by_lag), int(by_lag.sum())

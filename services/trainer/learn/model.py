@@ -109,12 +109,8 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_policy(policy: Policy, device: torch.device) -> None:
-    """Have `torch.compile` compile the decoder layers and the work on logits when they are first used.
-
-    Each layer is compiled in place, so its weights keep their names. All layers share the compiled code of the first one.
-    Shapes are dynamic, because packed rows differ in length. This project's attention is not compiled, because its layout
-    differs by row. Raises `FieldError` if this machine cannot compile, or if the model's layers cannot be found.
-    """
+    """Have `torch.compile` compile the decoder layers and the work on logits when they are first used. Raises `FieldError` if
+    this machine cannot compile, or if the model's layers cannot be found."""
     layers = decoder_layers(policy.model)
     if not layers:
         fix = f"{type(policy.model).__name__} has no list of layers to compile; set it to false"
@@ -127,7 +123,7 @@ def compile_policy(policy: Policy, device: torch.device) -> None:
         raise FieldError("trainer.compile", True, fix) from error
     AttentionInterface.register(VARLEN, torch.compiler.disable(varlen_attention, reason="its layout differs by row"))
     for layer in layers:
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True)  # in place, so weights keep their names; dynamic, because packed rows differ in length
     policy.compiled_head = True
 
 

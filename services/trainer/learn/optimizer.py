@@ -17,11 +17,11 @@ from services.trainer.learn.lora import whole
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:
-    """Return the learning rate of the optimizer step that follows `step` earlier ones. Skipped steps do not count.
+    """Return the learning rate of the optimizer step that follows `step` earlier ones, not counting skipped steps.
 
-    The rate rises linearly to the peak over `warmup_steps`, then follows `schedule`. The final rate is `final_learning_rate` ·
-    peak. `linear` and `cosine` reach it at `steps`. `wsd` (MiniCPM, arXiv 2404.06395) falls linearly to it over the last
-    `decay_steps`. `inverse_sqrt` (arXiv 1706.03762, 5.3): peak · √(max(1, warmup_steps) / step), but at least the final rate.
+    It rises linearly to the peak over `warmup_steps`, then follows `schedule`. `linear` and `cosine` fall to
+    `final_learning_rate` · peak at `steps`. `wsd` (MiniCPM, arXiv 2404.06395) falls to it linearly over the last `decay_steps`.
+    `inverse_sqrt` (arXiv 1706.03762, 5.3) is peak · √(max(1, warmup_steps) / step), but at least the final rate.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -49,11 +49,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimizer:
-    """Return AdamW over groups of float32 parameters. Each group may have a `weight_decay` and a `RATE_FACTOR`.
+    """Return AdamW over groups of float32 parameters, each with an optional `weight_decay` and `RATE_FACTOR`.
 
     `adamw_8bit` is torchao's, with block-wise quantised moments (Dettmers et al., arXiv 2110.02861): 2.03 bytes per parameter
-    instead of 8. A tensor or shard keeps float32 moments if its size is below `MIN_QUANTIZED`, or not a multiple of 256. Raises
-    `FieldError` if torchao cannot be imported, or its step does not compile.
+    instead of 8. Raises `FieldError` if torchao cannot be imported, or its step does not compile.
     """
     common: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
     devices = {parameter.device for group in groups for parameter in group["params"]}
@@ -75,6 +74,7 @@ def build_adamw(groups: list[dict[str, Any]], config: TrainerConfig) -> Optimize
 
 
 MIN_QUANTIZED = 4096
+"""torchao keeps float32 moments for a tensor or shard with fewer elements, or with a number that 256 does not divide."""
 
 
 def check_compiled_step(adamw_8bit: Any, device: torch.device) -> None:
@@ -137,9 +137,9 @@ class PolicyOptimizer:
     def step(self, loss: float, total_weight: float) -> dict[str, Any]:
         """Clip the policy's gradient, take a step, clear gradients. No weight changes if the loss or a gradient is not finite.
 
-        `total_weight`: sum of the weights of all tokens in the loss. It is the default bound of the gradient's norm, so the
-        gradient of a weighted mean over tokens is clipped at norm 1. Return figures of metrics.jsonl: `learning_rate`,
-        `grad_norm` before clipping, `clipped`, and `skipped`, the reason why no weight changed.
+        `total_weight`: sum of all tokens' weights in the loss. As the default bound of the gradient's norm, it clips the
+        gradient of the weighted mean at norm 1. Return figures of metrics.jsonl: `learning_rate`, `grad_norm` before clipping,
+        `clipped`, and `skipped`, the reason why no weight changed.
         """
         rate = learning_rate(self.steps_taken, self.config)
         bound = total_weight if self.config.max_grad_norm is None else self.config.max_grad_norm
@@ -193,7 +193,7 @@ def _value_factor(config: TrainerConfig) -> float:
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a float32 parameter unchanged. For another dtype, return a float32 copy, to which each new gradient is moved."""
+    """Return `parameter` if it is in float32, else a float32 copy to which each new gradient is moved."""
     if parameter.dtype == torch.float32:
         return parameter
     master = nn.Parameter(parameter.detach().float())

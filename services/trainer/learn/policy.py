@@ -177,8 +177,8 @@ def checked_policy(model: PreTrainedModel, attention: str, float32_head: bool) -
 
 @torch.no_grad()
 def _packing_error(policy: Policy, shared: int = 0) -> float:
-    """Return the largest difference in log-probabilities, nats, between two packed sequences and the model's own forward pass
-    of each. Both sequences begin with the same `shared` tokens, which the packed row has only once."""
+    """Return the largest difference in log-probabilities, in nats, between two packed sequences and each one alone. They begin
+    with the same `shared` tokens, which the packed row has only once."""
     generator = np.random.default_rng(0)
     first, second = (generator.integers(0, policy.vocab_size, size=length) for length in PROBE_LENGTHS)
     second[:shared] = first[:shared]
@@ -338,12 +338,8 @@ def linear_scores(head: Head, entropy_grad: bool = False) -> tuple[Tensor, Tenso
 
 
 def _scan(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) over the logits z of each block, and combine the blocks.
-
-    Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. log p
-    is the logit minus the log-normaliser. If a single block is not compiled, the returned logits and log-normalisers are
-    relative to the token's largest logit.
-    """
+    """Return log-probabilities, entropies and log-normalisers, [C] each, and the logits [C, V] if there is only one block. A
+    logit minus its log-normaliser is log p."""
     blocks = head.blocks()
     buffer = head.buffer()
     scratch = None if head.compiled else head.buffer()
@@ -361,14 +357,15 @@ def _scan(head: Head) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     total = (scale * sums).sum(0)
     log_total = total.log()
     kept = head.view(buffer, blocks[0]) if len(blocks) == 1 else None
+    # If not compiled, `_sums` has subtracted the maximum from the single block's logits in place.
     log_normaliser = log_total if kept is not None and not head.compiled else peak + log_total
     entropy = log_total - (scale * (weighted + shift * sums)).sum(0) / total
     return chosen - peak - log_total, entropy, log_normaliser, kept
 
 
 def _sums(logits: Tensor, shifted: Tensor | None = None, scratch: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) of logits z. `shifted`: memory for z − m, may be `logits`.
-    `scratch`: memory of the same shape for exp(z − m). Compiled code needs neither."""
+    """Return m = max z, Σ exp(z − m) and Σ exp(z − m) · (z − m) of each token's logits z. `shifted`, `scratch`: memory of the
+    logits' shape; `shifted` may be `logits`. Compiled code needs neither."""
     largest = logits.amax(1)
     shifted = torch.sub(logits, largest[:, None], out=shifted)
     exponentials = torch.exp(shifted, out=scratch)
@@ -382,9 +379,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _LinearScores(torch.autograd.Function):
-    """`linear_scores` with its gradient: d loss / dz = −g · dp − h · p · (log p + entropy). z: logits divided by the
-    temperature. p = softmax(z). dp: p − 1 for the target, p for all others. g = d loss / d log-probability of the target,
-    h = d loss / d entropy."""
+    """`linear_scores` with its gradient: d loss / dz = −g · dp − h · p · (log p + entropy), for z = logits / temperature and
+    p = softmax(z). dp is p − 1 for the target, else p. g, h: gradients of the loss by the target's log p and by the entropy."""
 
     @staticmethod
     def forward(
@@ -425,20 +421,17 @@ class _LinearScores(torch.autograd.Function):
 
 
 def _gradient(
-    logits: Tensor,
+    logits: Tensor,  # log p + log_normaliser
     log_normaliser: Tensor,
-    g: Tensor,
-    index: Tensor,
-    of_target: Tensor,
-    spread: tuple[Tensor, Tensor] | None,
+    g: Tensor,  # like h, already divided by the temperature
+    index: Tensor,  # [C]: the target's index in the block
+    of_target: Tensor,  # [C]: g, or 0 if the block lacks the target
+    spread: tuple[Tensor, Tensor] | None,  # h and entropy; None if entropy has no gradient
     dtype: torch.dtype,
-    out: Tensor | None = None,
+    out: Tensor | None = None,  # memory for the result, which may be `logits`; None in compiled code
 ) -> Tensor:
-    """Return the gradient of `_LinearScores` for a block's logits, [C, words] in `dtype`: −p · (g + h · (log p + entropy)),
-    with `of_target` added at `index`. log p = `logits` − `log_normaliser`. `g` and h [C] are those of `_LinearScores`, divided
-    by the temperature, so the result is the gradient of the undivided logits. `index` [C]: the target's index in the block.
-    `of_target` [C]: g, or 0 if the block lacks the target. `spread`: h and entropy; None if entropy has no gradient. `out`:
-    memory for the result, which may be `logits`; None in compiled code."""
+    """Return the gradient [C, words] of `_LinearScores` for a block's logits before the division by the temperature, in
+    `dtype`: −p · (g + h · (log p + entropy)), with `of_target` added at `index`."""
     log_p = torch.sub(logits, log_normaliser[:, None], out=out)
     if spread is None:
         wide = torch.mul(torch.exp(log_p, out=out), -g[:, None], out=out)

@@ -109,10 +109,9 @@ class Learner:
         """True if a sequence with advantage 0 has no gradient."""
 
     def prepare(self, groups: list[TrainingGroup], version: int) -> PreparedStep:
-        """Plan and pack one optimizer step of all ranks on `groups` at policy version `version`. All branches of a sequence get
-        its advantage and weight. On rank 0, also begin to send each rank its batches. Any thread may call this. Steps must be
-        taken in the order in which they were prepared. Raises `FieldError` if a branch exceeds `tokens_per_microbatch`, and
-        `RuntimeError` if a rank is gone."""
+        """Plan and pack one optimizer step of all ranks on `groups` at policy version `version`. On rank 0, also begin to send
+        each rank its batches. Any thread may call this. Steps must be taken in the order of their preparation. Raises
+        `FieldError` if a branch exceeds `tokens_per_microbatch`, and `RuntimeError` if a rank is gone."""
         sequences = [sequence for group in groups for sequence in group.sequences]
         branches = [branch for sequence in sequences for branch in sequence.all_branches]
         owners = np.repeat(np.arange(len(sequences)), [len(sequence.all_branches) for sequence in sequences])
@@ -154,8 +153,8 @@ class Learner:
         return prepared
 
     def _plan_passes(self, branches: list[Branch], silent: NDArray[np.bool_]) -> tuple[StepPlan, int]:
-        """Return a plan, and how many slots at its start need no backward pass. A slot is one micro-batch per rank. `silent`:
-        mask of the branches without a gradient."""
+        """Return a plan, and how many slots (one micro-batch per rank) at its start need no backward pass. `silent`: mask of
+        the branches without a gradient."""
         plan = self._plan(branches, np.arange(len(silent)))
         if silent.any() and not silent.all():
             forward, both = self._plan(branches, np.flatnonzero(silent)), self._plan(branches, np.flatnonzero(~silent))
@@ -166,7 +165,7 @@ class Learner:
         return plan, 0
 
     def _plan(self, branches: list[Branch], members: NDArray[np.int64]) -> StepPlan:
-        """Return a plan for those `branches` whose positions are `members`. The plan contains these positions."""
+        """Return a plan for the `branches` at positions `members`. It contains these positions."""
         chosen = [branches[index] for index in members]
         lengths = [branch.num_tokens - 1 for branch in chosen]  # the last token predicts nothing
         outputs = np.array([branch.num_sampled_tokens for branch in chosen])
@@ -234,11 +233,10 @@ class Learner:
         return figures
 
     def compute(self, share: Share) -> tuple[meter.TokenStatistics, NDArray[np.float64], dict[str, Any]]:
-        """Compute this rank's `share` of one optimizer step. Return statistics, totals and figures.
+        """Compute this rank's `share` of one optimizer step. Return statistics of the share's tokens, totals and figures.
 
-        The statistics summarise four values of each sampled token in the share: log weight, clipped, masked and entropy. With a
-        learned baseline, its value is the fifth. Totals [4] cover the whole step: loss, KL to the reference, value loss, sum of
-        the weights. Figures are those of `PolicyOptimizer.step`, and this rank's `memory_peak_gib` and `compute_s`.
+        Totals [4] cover the whole step: loss, KL to the reference, value loss, sum of the weights. Figures are those of
+        `PolicyOptimizer.step`, and this rank's `memory_peak_gib` and `compute_s`.
         """
         values, terms = [], []
         for host_batch in share:
@@ -258,7 +256,8 @@ class Learner:
         return meter.token_statistics(of_tokens, share, self._bound), totals, figures
 
     def microbatch(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Accumulate a micro-batch's gradient. Return its values [4 or 5, C] and totals [4] (see `compute`), on the device."""
+        """Accumulate a micro-batch's gradient. Return, on the device, values [4 or 5, C]: log weight, clipped, masked, entropy
+        and, with a value head, the value; and totals [4] (see `compute`)."""
         given, reference = (batch.row, batch.predictors, batch.targets, self.temperature), None
         with torch.set_grad_enabled(batch.has_gradient):
             scores = self.policy.scores(*given, self.algorithm.entropy_coefficient > 0)
@@ -284,7 +283,7 @@ class Learner:
     def gather(self, kind: str, dtype: str = "") -> Iterator[tuple[str, Tensor]]:
         """Yield (name in checkpoints, whole parameter). All ranks must iterate to the end. `kind`: `WEIGHTS` (the weights that
         actors serve), `VALUE_HEAD`, or `ADAPTER` (A and B of each adapted layer). `dtype`: for `WEIGHTS`, name of the dtype to
-        which the caller will round, so that shards are gathered in this dtype; empty = no rounding."""
+        which the caller will round and in which shards are gathered; empty = no rounding."""
         self.order(kind, dtype=dtype)
         if kind == WEIGHTS:
             return served_weights(self.policy.model, getattr(torch, dtype) if dtype else None)

@@ -224,7 +224,7 @@ class Recorder:
         log.log(level, "actor %s %s; actors that serve the newest version: %d", change.member.actor, what, num_serving)
 
     def _phase_of(self, run: RunView) -> trainer_pb2.TrainerPhase:
-        """Return the phase. Sending weights and waiting for actors to receive them count as training; alerts rely on this."""
+        """Return the phase. Sending weights to actors counts as training, because alerts rely on that."""
         if self._phase == trainer_pb2.TRAINER_PHASE_TRAINING and run.waiting_for.startswith("sequences"):
             return trainer_pb2.TRAINER_PHASE_WAITING_FOR_SEQUENCES
         return self._phase
@@ -256,12 +256,11 @@ class Recorder:
             await asyncio.sleep(PAGE_STATE_EVERY_S)
 
     async def _examine(self) -> None:
-        """Update the doctor's findings from the run's files, in a thread. The journal, by far the longest file, is not read.
-        Errors are only logged, because they must not end the run."""
+        """Update the doctor's findings from the run's files, except the journal, which is by far the longest."""
         try:
             reasons = {outcome.value: dict(self._view().ledger.reasons(outcome)) for outcome in Outcome}
             found = await asyncio.to_thread(examine_run, self._files.run_dir, self._recipe, reasons, is_running=True)
-        except Exception:
+        except Exception:  # must not end the run
             log.exception("the run could not be examined; training goes on")
         else:
             self._findings = [one.to_json() for one in found]
@@ -284,7 +283,7 @@ class Recorder:
         }
 
     def _tell_page(self, tell: Callable[[PageBoard], None]) -> None:
-        """Call `tell` with the page, if any. Errors are only logged, because the page must not end the run."""
+        """Call `tell` with the page, if any. Errors are only logged, so that the page cannot end the run."""
         if self._board is not None:
             try:
                 tell(self._board)
@@ -321,13 +320,9 @@ class Recorder:
         self._replicas.step(0 if before is None else self._used_up - before, seconds["total"] - seconds.get("wait", 0.0))
 
     def _max_lag_too_small(self, record: StepRecord) -> bool:
-        """Return whether `max_lag` is below the recommended value, and costs time or sequences. The warning is logged once.
-
-        Time is lost if the trainer waits because the limit holds back prompts. Sequences are lost if the share of stale ones
-        exceeds `MOST_STALE`. Return False in the first steps, in which only short sequences have ended.
-        """
+        """Warn once and return True if a low `max_lag` makes the trainer wait, or makes too many sequences stale."""
         problem, seconds = too_small_max_lag(self._recipe, record["largest_lag"]), record["step_s"]
-        if problem is None or record["step"] <= record["largest_lag"]:
+        if problem is None or record["step"] <= record["largest_lag"]:  # at first, only short sequences have ended
             return False
         ended = [sum(counts) for counts in zip(*self.totals.ended_by_length.values(), strict=True)]
         waits = seconds.get("wait", 0.0) > WAIT_SHARE * seconds["total"]
