@@ -124,7 +124,7 @@ class TrainingRun:
                     self.loop.close()
 
     async def _train(self, stop: asyncio.Event) -> bool:
-        """Train. Return whether the run finished; False means that it was stopped early."""
+        """Train, and return whether the run finished."""
         try:
             await unless_stopped(self.loop.take_over(), stop)
         except StartStopped:  # stopped early, perhaps while NATS was unreachable
@@ -171,7 +171,7 @@ class TrainingRun:
         await self._publish_last()
 
     async def _wait_for_actors(self) -> None:
-        """Wait for the actors. On timeout, wait again if `linger` is set or an actor is starting; else raise `ServiceError`."""
+        """Wait for the actors. Raises `ServiceError` on timeout, unless `linger` is set or an actor is starting."""
         expected = 1 if self._start.again else max(1, self._settings.expected_actors)
         while True:
             try:
@@ -191,8 +191,7 @@ class TrainingRun:
         )
 
     async def _linger(self, stop: asyncio.Event) -> None:
-        """Answer requests until `stop` is set. On a cluster, also mark the Helm release as finished and free its resources.
-        Raises `RuntimeError` if another rank is gone."""
+        """Answer requests until `stop` is set; on a cluster, also mark the Helm release as finished and free its resources."""
         log.info("the run is finished; this trainer only answers requests until it is stopped")
         async with asyncio.TaskGroup() as tasks:
             heartbeat = tasks.create_task(self.loop.heartbeat())
@@ -218,13 +217,13 @@ class TrainingRun:
             log.error("the run ends without a checkpoint of version %d: %s", self.loop.version, error)
 
     async def _publish_last(self) -> None:
-        """Write the last checkpoint, and link its policy as `<run dir>/checkpoint`. Raises `ServiceError` if writing fails."""
+        """Write the last checkpoint, and link its policy as `<run dir>/checkpoint`."""
         async with self._publishing:  # otherwise a run that is stopped at its very end would do this twice at the same time
             written = await self.loop.checkpoints.write(last=True)
             await asyncio.to_thread(link_export, written.folder, self._settings.run_dir / "checkpoint")
 
     async def _poll_actors(self) -> None:
-        """Pass the members' load to the recorder. Each actor has a separate task, so a slow actor does not delay the others."""
+        """Pass the members' load to the recorder, with a task per actor so that a slow actor does not delay the others."""
         loads: dict[str, ActorState] = {}
         asking: dict[tuple[str, str], asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
@@ -239,7 +238,7 @@ class TrainingRun:
                 await asyncio.sleep(LOAD_EVERY_S)
 
     async def _ask_load(self, name: str, address: str, loads: dict[str, ActorState]) -> None:
-        """Update the actor's entry in `loads` until cancelled. After an error, remove the entry and open a new channel."""
+        """Keep the actor's entry in `loads` up to date, and remove it while the actor does not answer."""
         while True:
             try:
                 async with self._calls_to(name, address) as stub:
@@ -264,8 +263,7 @@ class TrainingRun:
 
 
 async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) -> bool:
-    """Execute one part of the run and return True. If it fails after `stop` is set, log the error and return False, because the
-    error must not prevent the last checkpoint."""
+    """Return whether `part` succeeds. After `stop`, only log its error, so that the last checkpoint can still be written."""
     try:
         await part
     except PipelineRLError as error:
@@ -277,7 +275,7 @@ async def _fails_unless(stop: asyncio.Event, part: Coroutine[Any, Any, None]) ->
 
 
 async def _wait_at_end(work: Coroutine[Any, Any, None], most_s: float, unfinished: str) -> None:
-    """Wait for `work` at most `most_s` seconds. If it takes longer or is stopped, log the error `unfinished`."""
+    """Wait for `work`; if it takes over `most_s` seconds or is stopped, log the error `unfinished`."""
     try:
         async with asyncio.timeout(most_s):
             await work

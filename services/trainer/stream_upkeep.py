@@ -67,19 +67,18 @@ class StreamUpkeep:
             await self._bus.purge_sequences(readable_from)
 
     async def _look_for_lost_groups(self, prompts: StreamInfo) -> None:
-        """Fail the missing samples of lost groups. An actor stores all sequences of a group before its acknowledgement removes
-        the group from PROMPTS. So once the intake has read all that SEQUENCES contained when the group was first missed, no
-        sequence of it can follow. `LOST_AFTER_S` adds a margin. A group that was handed over is on PROMPTS again."""
+        """Fail the missing samples of groups that have left PROMPTS although some of their sequences never arrived."""
         gone = self._tracker.gone_from_queue(prompts.first_position, prompts.last_position)
         if gone:
             still_there = {group_id_of(msg_id): at for msg_id, at in (await self._bus.pending_prompts()).items()}
-            for group_id in set(gone) & set(still_there):
+            for group_id in set(gone) & set(still_there):  # a group that was handed over is on PROMPTS again
                 self._tracker.published(group_id, still_there[group_id])
             gone = [group_id for group_id in gone if group_id not in still_there]
         log_end = (await self._bus.sequences_info()).last_position if gone else 0
         now_s = asyncio.get_running_loop().time()
         self._gone = {group_id: self._gone.get(group_id, (now_s, log_end)) for group_id in gone}
         for group_id, (since_s, end) in self._gone.items():
+            # Actors acknowledge a group after storing its sequences, so none comes after `end`. The delay is a margin.
             if now_s - since_s >= LOST_AFTER_S and self._intake.position >= end:
                 log.error("group %s left the queue, but some of its sequences never arrived", group_id)
                 await self._intake.fail_missing(group_id, "prompt group lost")

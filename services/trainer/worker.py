@@ -46,9 +46,10 @@ log = logging.getLogger(__name__)
 
 
 def receive_batches(links: Links | None) -> Iterator[Message]:
-    """Yield a message with the batches of each step, until rank 0 sends the order to end. A thread receives the next message
-    while the caller computes. Request a step's message only after rank 0 has ordered the step. Raises `ServiceError` if rank 0
-    is gone, or if the message does not arrive within `ORDER_TIMEOUT` after the request."""
+    """Yield a message with the batches of each step, until rank 0 orders the end. A thread receives one message ahead.
+
+    Request a step's message only after rank 0 has ordered the step. Raises `ServiceError` if rank 0 is gone, or if the message
+    does not arrive within `ORDER_TIMEOUT` after the request."""
     assert links is not None, "a rank that is alone gets no batches"
     following = on_thread("batches", links.receive_order)
     try:

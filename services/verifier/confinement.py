@@ -56,9 +56,9 @@ def go_below_another() -> None:
 
 
 def keep_in_bounds(child: int, *ends: socket.socket) -> NoReturn:
-    """Watch `child` until it or this process's parent ends; then kill the remaining descendants and end with the child's exit
-    status. Meanwhile, answer requests of the child's seccomp filter for more processes or threads. `ends`: a socket pair whose
-    first end receives the filter's listener; without it, the child has no such filter. Call `attach_to_parent` first."""
+    """Watch `child`, and answer its seccomp filter's requests for processes and threads. When it or this process's parent ends,
+    kill the remaining descendants and end with the child's exit status. `ends`: a socket pair whose first end receives the
+    filter's listener; none if the child has no such filter. Call `attach_to_parent` first."""
     code = 1
     try:
         _ignore_signals()

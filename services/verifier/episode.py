@@ -269,9 +269,8 @@ def _plain(value: Any) -> Any:
 
 
 def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
-    """Run an agent's program and return its standard output. The program gets the problem's row on standard input and, if the
-    row is short, in PIPELINERL_ROW. `search_path` is its PYTHONPATH. Raises `EpisodeFailed` if the program prints too much, or
-    if it fails. After a failure, the error quotes the last line of the program's standard error."""
+    """Run an agent's program and return its standard output. It gets the problem's row on standard input and, if the row is
+    short, in PIPELINERL_ROW. `search_path`: its PYTHONPATH. Raises `EpisodeFailed` if the program fails or prints too much."""
     row = json.dumps(row_of(request))
     own = {"OPENAI_BASE_URL": request.base_url, "OPENAI_API_KEY": "unused", "PYTHONPATH": search_path}
     if len(row) <= _ROW_IN_ENVIRONMENT_BYTES:
@@ -292,10 +291,7 @@ def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
 
 
 def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
-    """Write `given` to the program's standard input, and return its standard output and the end of its standard error.
-
-    The function returns when the program ends, even if its child processes keep the pipes open. It also copies the program's
-    standard error to that of this process."""
+    """Write `given` to the program's standard input; return its standard output and the end of its standard error."""
     assert program.stdin is not None
     assert program.stdout is not None
     assert program.stderr is not None
@@ -310,7 +306,8 @@ def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
     with selectors.DefaultSelector() as ready:
         for descriptor in (*texts, ended):
             ready.register(descriptor, selectors.EVENT_READ)
-        while (found := {key.fd for key, _ in ready.select()}) != {ended}:  # until it has ended and its output is read
+        # Child processes may keep the pipes open, so the loop lasts until the program has ended and its output is read.
+        while (found := {key.fd for key, _ in ready.select()}) != {ended}:
             for descriptor in found - {ended}:
                 text, chunk = texts[descriptor], os.read(descriptor, 65536)
                 text += chunk

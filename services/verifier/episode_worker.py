@@ -120,7 +120,7 @@ class Template:
         return True
 
     def _await_end(self, pid: int, number: int | None) -> None:
-        """Have `serve` notice the end of a child. If no descriptor is left, kill and reap the child and raise `OSError`."""
+        """Let `serve` notice the end of a child. If no descriptor is left, kill the child and raise `OSError`."""
         try:
             self._ready.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
         except OSError:
@@ -130,7 +130,7 @@ class Template:
         self._running[pid] = number
 
     def _reap(self, descriptor: int, pid: int) -> None:
-        """Reap an ended process and kill those that it left behind. If it was an episode, report its end."""
+        """Reap an ended process, kill the processes that it left behind, and report the end of an episode."""
         self._ready.unregister(descriptor)
         os.close(descriptor)
         confinement.kill_group(pid)  # before the process is reaped, since its pid may be reused afterwards

@@ -97,7 +97,7 @@ class Judge(AbstractAsyncContextManager["Judge"]):
                 self._answers.pop(key, None)
 
     async def _answer_in_time(self, text: str) -> verifier_pb2.VerifyResult:
-        """Call the judge, with retries. The timeout starts when the rate limit allows the first attempt."""
+        """Call the judge, with retries. The timeout starts only when the rate limit allows the first attempt."""
         timeout_s, failures = self._config.timeout_s, list[str]()
         await self._turn()
         until_s = time.monotonic() + timeout_s

@@ -147,7 +147,7 @@ class RewardPool:
         return [job.future.result() for job in jobs]
 
     async def _judge(self, job: Job, asked: Awaitable[verifier_pb2.VerifyResult]) -> None:
-        """Wait for the judge's answer and queue the item with it. Without an answer, the item fails."""
+        """Wait for the judge's answer and queue the item with it; without an answer, fail the item."""
         answer = await asked
         if answer.status != verifier_pb2.VERIFY_STATUS_OK:
             job.fail(answer.status, answer.message)
@@ -174,8 +174,7 @@ class RewardPool:
         self._readiness.reason = "" if self._up else NO_WORKER
 
     async def _serve(self, worker: WorkerProcess) -> Loss:
-        """Score items of the queue, one at a time, until the worker ends or a reward misses its deadline. Return which of
-        these happened. If the queue is empty, wait for an item."""
+        """Score items of the queue until the worker ends or a reward misses its deadline; return which of these happened."""
         worker.ended.add_done_callback(lambda _: self._filled.set())
         while True:
             while not self._jobs and not worker.ended.done():
@@ -203,7 +202,7 @@ class RewardPool:
             job.resolve(result)
 
     def _try_again(self, job: Job, gone: WorkerGone) -> None:
-        """Put the item back at the front of the queue, because its worker ended. After `MOST_DEATHS` deaths, fail it."""
+        """Put the item back at the front of the queue; after `MOST_DEATHS` deaths of workers, fail it."""
         if gone.loss != "retirement":
             job.deaths += 1
             log.warning("reward worker died while scoring %s (death %d): %s", job.item.sequence_id, job.deaths, gone)

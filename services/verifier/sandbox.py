@@ -125,7 +125,7 @@ _NAME_SERVICE_FILES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "
 
 def _seccomp(default: int, *rules: tuple[Any, ...]) -> bytes:
     """Return a seccomp program. A rule has an action, names of system calls, and comparisons of arguments, all of which must be
-    true. `default`: action for calls that match no rule. Raises `OSError` if libseccomp is missing or fails."""
+    true. `default`: action for other calls. Raises `OSError` if libseccomp is missing or fails."""
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(default)))
@@ -149,12 +149,11 @@ def _seccomp(default: int, *rules: tuple[Any, ...]) -> bytes:
 
 @cache
 def _filter(*, signals: bool, processes: bool = False, connects: bool = False) -> bytes:
-    """Return a seccomp program that admits only listed system calls. Others fail with EPERM. clone3, whose flags a filter
-    cannot read, fails with ENOSYS, so that the C library uses clone. With `processes`, the filter's listener decides about new
-    processes and threads. Raises `OSError` if libseccomp is missing or fails."""
+    """Return a seccomp program that admits only listed system calls; others fail with EPERM. With `processes`, the filter's
+    listener decides about new processes and threads."""
     rules: list[tuple[Any, ...]] = [
         (_ALLOW, " ".join((_FILES, _MEMORY, _WAITING, _OWN_STATE, _PAIRS))),
-        (_REFUSE | errno.ENOSYS, "clone3"),
+        (_REFUSE | errno.ENOSYS, "clone3"),  # a filter cannot read its flags; the C library then uses clone
         (_ALLOW, "prlimit64", (0, _EQUAL, 0, 0)),  # a process's own limits
         *((_ALLOW, "fcntl", (1, _EQUAL, command, 0)) for command in _FCNTL),
         *((_ALLOW, "ioctl", (1, _EQUAL, request, 0)) for request in _IOCTL),
@@ -243,14 +242,13 @@ def _private_dirs(path: str) -> list[str]:
 
 
 def _beside_private(path: str) -> Iterator[tuple[str, int]]:
-    """Yield rules that make everything below `path` readable except private folders. Landlock's rules cannot exclude a folder,
-    so for a folder above a private one, each entry gets a rule. Entries added later cannot be read."""
+    """Yield rules that make all below `path` readable except private folders, which Landlock's rules cannot exclude."""
     private = _private_dirs(path)
     if not private:
         yield path, _EXECUTE | _READ_FILE | _READ_DIR
     elif path not in private:
         yield path, _READ_DIR
-        for entry in os.scandir(path):
+        for entry in os.scandir(path):  # entries that are added later cannot be read
             if not entry.is_symlink():  # a rule would apply to its target
                 yield from _beside_private(entry.path)
 
@@ -263,7 +261,7 @@ def _give_up_privileges() -> None:
 
 
 def _restrict_calls(program: bytes, flags: int = 0) -> int:
-    """Apply a seccomp program. With the flag `_LISTENER`, return the descriptor on which the kernel asks about calls."""
+    """Apply a seccomp program; with the flag `_LISTENER`, return the descriptor on which the kernel asks about calls."""
     instructions = ctypes.create_string_buffer(program)
     sock_fprog = struct.pack("HP", len(program) // 8, ctypes.addressof(instructions))
     return _call(317 if os.uname().machine == "x86_64" else 277, _SECCOMP_SET_MODE_FILTER, flags, sock_fprog)
@@ -369,7 +367,7 @@ def _start(
 
 
 def _ended(running: Sequence[_Running], limits: Limits) -> list[Ended]:
-    """Wait until the last program ends or its time is over. Then kill all that still run, and return the results of all."""
+    """Wait until the last program ends or its time is over, kill all that still run, and return all results."""
     last = running[-1]
     try:
         timed_out = not _ends_within(running, limits.timeout_s)
@@ -395,14 +393,13 @@ def confine(readable: Iterable[str | Path] = (), connect_port: int | None = None
     read `readable`, `sys.path` and files that Python needs, but not the run's folder. With `connect_port` it may connect to
     that TCP port of any host.
 
-    This function forks and returns in the child. The parent stays outside, limits the child's processes, and ends with the
-    child's exit code. The caller must have one thread, because Landlock restricts only the calling thread. Raises `NoSandbox`
-    if it has more threads, or if this machine lacks what the sandbox needs.
+    This function forks and returns in the child; the parent limits the child's processes and ends with its exit code. Raises
+    `NoSandbox` if this process has more than one thread, or if this machine lacks what the sandbox needs.
     """
     threads = len(os.listdir("/proc/self/task"))  # counted before `confinement_missing` uses another thread
     if missing := confinement_missing():
         raise NoSandbox(missing)
-    if threads > 1:
+    if threads > 1:  # Landlock restricts only the calling thread
         raise NoSandbox(f"{threads} threads run instead of one; modules of rewards and environments must not start threads")
     try:
         outside, inside = socket.socketpair()
@@ -440,7 +437,7 @@ def confinement_missing() -> str:
 
 @cache
 def _listener_refusal() -> str:
-    """Return why this process cannot add a seccomp listener; empty if it can. Linux allows only one listener per thread."""
+    """Return why this process cannot add a seccomp listener, of which Linux allows one per thread; empty if it can."""
 
     def listen() -> None:
         _give_up_privileges()
@@ -479,7 +476,7 @@ def _content(file: Any, most: int) -> bytes:
 
 
 def _ends_within(running: Sequence[_Running], seconds: float) -> bool:
-    """Return whether the last program ends in time. Meanwhile, answer the programs' requests for threads."""
+    """Return whether the last program ends in time, and answer the programs' requests for threads until then."""
     deadline_s, descriptor, waiting = time.monotonic() + seconds, os.pidfd_open(running[-1].process.pid), select.poll()
     try:
         for each in (descriptor, *(each.listener for each in running if each.listener is not None)):

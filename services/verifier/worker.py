@@ -58,7 +58,7 @@ def _prepared(recipe: Recipe) -> Callable[[Connection, Connection], int]:
 def _serve(
     rewards: Mapping[str, ComposedReward], tasks: Mapping[str, ProblemSet], requests: Connection, results: Connection
 ) -> int:
-    """Score items until the input ends. Return `RETIRED` if memory is short or processes of a reward cannot be ended."""
+    """Score items until the input ends. Return `RETIRED` if memory is short or a reward's processes cannot be ended."""
     pid, own = os.getpid(), confinement.address_space()
     reserve = max(share.reward.memory_mib for share in tasks.values()) * confinement.MIB
     confinement.lower_limit(resource.RLIMIT_AS, own + reserve)

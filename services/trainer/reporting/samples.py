@@ -78,7 +78,7 @@ def reference_answer(text: str) -> Any:
 def _branches(
     sequence: Sequence, tokenizer: PreTrainedTokenizerBase | None, weights: list[float] | None
 ) -> list[dict[str, Any]]:
-    """Return an episode's branches. Special tokens are kept, because they mark the roles. `weights`: one per sampled token."""
+    """Return an episode's branches, with special tokens, which mark the roles. `weights`: one per sampled token."""
     branches, written = [], 0
     for branch in sequence.all_branches:
         pieces, parts, end = _pieces(tokenizer, branch.completion_token_ids) or [], [], 0

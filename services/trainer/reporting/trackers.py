@@ -143,7 +143,7 @@ class TrackerThread:
                 self._taken += self._try(call) and not is_last
 
     def _try(self, call: Call) -> bool:
-        """Make one call and return whether it succeeded. After a failure, later calls are still made."""
+        """Make one call, and return whether it succeeded."""
         try:
             if self._tracker is None:
                 if time.monotonic() < self._retry_at_s:
@@ -410,7 +410,7 @@ class MlflowTracker:
         return str(found.experiment_id if found else self._client.create_experiment(name, artifacts))
 
     def _log_params(self, run: TrackedRun) -> None:
-        """Log the recipe. MLflow cannot change a parameter, so a value that changed since an earlier trainer becomes a tag."""
+        """Log the recipe; values that changed since an earlier trainer become tags, because MLflow cannot change parameters."""
         known = self._client.get_run(self._run_id).data.params
         values = {name: str(value)[: self._LONGEST_VALUE] for name, value in run.params.items()}
         fresh = [self._entities.Param(name, value) for name, value in values.items() if name not in known]

@@ -62,16 +62,15 @@ class MemberUp:
 
 @dataclass(frozen=True)
 class MembersLeaving:
-    """These processes are shutting down or have ended. The process "" means any process of the actor.
-
-    `still_running`: the processes can finish a running transfer, but their answers are no longer awaited. A second event
-    reports their end, after which a transfer that needs their ranks cannot finish. `cause`: None for an orderly departure.
-    """
+    """These processes are shutting down or have ended. The process "" means any process of the actor."""
 
     members: tuple[Member, ...]
     reason: str
     still_running: bool = True
+    """They can finish a running transfer, but their answers are no longer awaited. A second event, with False, reports their
+    end. After it, a transfer that needs their ranks cannot finish."""
     cause: EvictionCause | None = None
+    """None for an orderly departure."""
 
     @classmethod
     def unregistered(cls, *actors: str, reason: str = "left, or its heartbeat stopped") -> MembersLeaving:
@@ -207,11 +206,9 @@ class Coordinator:
         return self.phase is not Phase.IDLE and self._held_above is not None and self.version > self._held_above
 
     def due_s(self, deadline_s: float, limit_s: float, answers_s: list[float]) -> float:
-        """Return the phase's maximum duration in seconds; each further answer may change it.
+        """Return the phase's maximum duration in seconds. `answers_s`: seconds from its start to each answer so far.
 
-        While the trainer sends, the maximum is `limit_s`. Otherwise it follows from `answers_s`, the seconds from the phase's
-        start to each answer so far:
-
+        - while the trainer sends: limit_s
         - before the first answer: deadline_s
         - after it: min(latest answer + deadline_s, first answer + limit_s)
         - once more than half of all (members and trainer) have answered: also at most max(deadline_s, SLOW * median answer)

@@ -116,11 +116,11 @@ class Snapshot:
 
 
 class WeightSender:
-    """Sends the trainer's weights: takes snapshots, opens a group for each epoch or side group, and starts broadcasts.
+    """Takes snapshots of the trainer's weights, opens a group for each epoch or side group, and starts broadcasts.
 
     `stall_timeout_s`: maximum time for one chunk before the group counts as broken, raised to `Manifest.slowest_chunk_s` if
-    that is more. `placement`: memory of snapshots. `group_placement`: memory from which groups send. `store`: rendezvous of the
-    groups. `host`: this pod's address for actors.
+    that is more. `placement`: memory of snapshots. `group_placement`: memory from which groups send; None = `placement`.
+    `store`: rendezvous of the groups. `host`: this pod's address for actors.
     """
 
     def __init__(
@@ -222,9 +222,8 @@ class CollectiveGroup:
 class LogWriter:
     """Writes offered versions to the weight log, and announces each one when it is complete in the store.
 
-    It never delays training: if writing takes longer than a step, versions are skipped, and the next delta spans them. If
-    writing fails, it is tried again with the newest version. The log keeps two snapshots in memory: the last written one
-    and the one that is being written."""
+    It never delays training: if writing takes longer than a step, versions are skipped, and the next delta spans them. After
+    a failure, it writes the newest version. The last written snapshot and the one being written stay in memory."""
 
     def __init__(self, weight_log: WeightLog) -> None:
         self._log = weight_log

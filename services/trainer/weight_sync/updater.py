@@ -225,10 +225,10 @@ class TransferSession:
 
 
 class WeightUpdater:
-    """Sends versions to all actors, and keeps the newest served snapshot for joining actors. `join_timeout_s`: maximum time
-    from the offer of the first version until an actor serves it, without the time for sending. `on_change`: called when a
-    version is served or actors are gone. `log`: writer of the weight log, if any. If all actors read this log, a version counts
-    as served once one of them serves it."""
+    """Sends versions to all actors, and keeps the newest served snapshot for joining actors.
+
+    `join_timeout_s`: maximum time from the offer of the first version until an actor serves it, without the time for sending.
+    `log`: writer of the weight log, if any. If all actors read this log, a version is served once one of them serves it."""
 
     def __init__(
         self,
@@ -245,6 +245,7 @@ class WeightUpdater:
         self.bus, self.sender, self.incarnation, self.deadline_s = bus, sender, incarnation, deadline_s
         self._observer, self._join_timeout_s = observer, join_timeout_s
         self.on_change: Callable[[], None] = lambda: None
+        """Called when a version is served or actors are gone."""
         self.tasks: asyncio.TaskGroup
         self.roster = Roster()
         self._draining: set[str] = set()
@@ -423,7 +424,7 @@ class WeightUpdater:
         self.post(self._main, c.ServedFromLog(self.readers.newest))
 
     def _leave(self, event: c.MembersLeaving) -> None:
-        """Remove leaving readers of the weight log at once. Queue the departure of epoch members behind earlier events."""
+        """Remove readers of the weight log at once; the departure of epoch members waits behind earlier events."""
         for member in event.members:
             self._tell(self.readers.leaves(member.actor, event.reason, left=event.cause is None, process=member.process))
         self.post(None, event)
@@ -443,8 +444,7 @@ class WeightUpdater:
                 self._hear(answer)
 
     def _hear(self, answer: c.Answer) -> None:
-        """Post an answer to the session of the answer's epoch. If this epoch has ended, the main session gets the answer and
-        ignores it. Drop answers to other incarnations."""
+        """Post an answer to the session of its epoch, unless it is for another incarnation."""
         ours = answer.incarnation == self.incarnation
         if isinstance(answer, pb.Abort) and (ours or not answer.incarnation):
             self._reasons.pop(answer.actor, None)
@@ -458,10 +458,10 @@ class WeightUpdater:
                 self._main.record.stall_s[answer.actor] = answer.stall_s
             self._reader_serves(self.readers.serves(answer.actor, answer.version))
         sides = (session for session in self._sides if session.coordinator.epoch == answer.epoch)
-        self.post(next(sides, self._main), answer)
+        self.post(next(sides, self._main), answer)  # the main session ignores answers about ended epochs
 
     def _note_reason(self, actor: str, reason: str) -> None:
-        """Keep the first reason why an actor does not serve. If more than `MOST_REASONS` actors have one, drop the oldest."""
+        """Keep the first reason why an actor does not serve, for the latest `MOST_REASONS` actors."""
         self._reasons.setdefault(actor, reason)
         while len(self._reasons) > MOST_REASONS:
             del self._reasons[next(iter(self._reasons))]
@@ -533,8 +533,8 @@ class WeightUpdater:
                     self.on_change()
 
     async def _tend_sides(self, *, gathered: bool = False) -> None:
-        """Remove from side groups the actors that are gone or in the main epoch. If other actors need a side group, wait for
-        further ones, then open the group. `gathered`: this wait is over."""
+        """Take actors that are gone or in the main epoch out of side groups, and open groups for others that need one.
+        `gathered`: the wait for further actors is over."""
         for session in list(self._sides):
             if outdated := self.roster.outdated(session.joiners, self._main.coordinator.members):
                 await self._step_side(session, c.MembersLeaving(outdated, "it is gone, or in the epoch", still_running=False))

@@ -211,7 +211,7 @@ def _mapping(given: Any) -> Mapping[str, Any]:
 
 
 def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
-    """Return a test that expects `name(*put) == got`. If `put` is a string, its lines are JSON, and so is a string `got`."""
+    """Return a test that expects `name(*put) == got`. If `put` is a string, each of its lines and a string `got` are JSON."""
     if isinstance(put, str):
         put = [json.loads(line) for line in put.splitlines() if line.strip()]
         got = json.loads(got) if isinstance(got, str) else got
@@ -222,8 +222,7 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Yield a test for each of `texts`, which are Python statements. Raises `ValueError` if they are not valid Python, or use
-    nothing from the model's program."""
+    """Yield a test for each text of statements. Raises `ValueError` if they are invalid or use nothing of the program."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)
@@ -256,9 +255,9 @@ def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test
 
 
 def _does_something(node: ast.stmt) -> bool:
-    """Return whether a statement does more than define a name. `if __name__ == "__main__":` does not: its block never runs."""
+    """Return whether a statement does more than define a name."""
     if isinstance(node, ast.If):
-        return "__name__" not in ast.unparse(node.test)
+        return "__name__" not in ast.unparse(node.test)  # the block of `if __name__ == "__main__":` never runs
     defines = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
     return not (isinstance(node, defines) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)))
 
@@ -316,12 +315,12 @@ def _refuse(*what: Any) -> Any:
 
 
 def _same(result: Any, wanted: Any) -> bool:
-    """Compare two values: numbers by value, with a relative tolerance of 1e-6 if a float is expected. True and 1 differ."""
+    """Compare two values: numbers by value, with a relative tolerance of 1e-6 if a float is expected."""
     if isinstance(wanted, list) and isinstance(result, list):
         return len(result) == len(wanted) and all(map(_same, result, wanted))
     if isinstance(wanted, dict) and isinstance(result, dict):
         return result.keys() == wanted.keys() and all(_same(result[key], wanted[key]) for key in wanted)
-    if isinstance(wanted, bool) or isinstance(result, bool) or not isinstance(wanted, int | float):
+    if isinstance(wanted, bool) or isinstance(result, bool) or not isinstance(wanted, int | float):  # True is not 1
         return type(result) is type(wanted) and bool(result == wanted)
     if not isinstance(result, int | float):
         return False
@@ -337,8 +336,7 @@ def _how_ended(ended: Ended, limits: Limits, otherwise: str) -> str:
 
 
 def _same_lines(printed: str, wanted: str) -> bool:
-    """Compare outputs, ignoring white space at line ends and blank lines at the end. In lines where the expected output has
-    a decimal point, compare numbers by value."""
+    """Compare outputs without trailing white space. If a line of `wanted` has a decimal point, compare its numbers by value."""
     pairs = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, wanted)]
     return len(pairs[0]) == len(pairs[1]) and all(
         line == other or (_DECIMAL.search(other) and _same(_words(line), _words(other)))

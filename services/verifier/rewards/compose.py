@@ -59,8 +59,8 @@ class ComposedReward:
         """Return group 1 of the last match of `answer_pattern`, stripped, or None. Without a pattern, return the
         completion, stripped. An answer inside a thought does not count.
 
-        The first search is without re.DOTALL, so that `Answer: (.*)` takes only its line. A second search, after the last
-        match, is with re.DOTALL, so that `<answer>(.*)</answer>` finds an answer of several lines."""
+        The first search is without re.DOTALL, so that `Answer: (.*)` takes one line. A second one, after the last match, is
+        with re.DOTALL, so that `<answer>(.*)</answer>` takes several."""
         if not self._answers:
             return completion.strip()
         hidden = thoughts(completion, prompt)
@@ -296,7 +296,7 @@ def _verl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
 
 
 def _trl_arguments(item: RewardInput, task: TaskConfig) -> dict[str, Any]:
-    """Return TRL's arguments, each a list of one element. In chat tasks and episodes, prompt and completion are messages."""
+    """Return the arguments that TRL gives to a reward for a batch of one completion."""
     row, prompt, completion = _row(item, task), item.prompt, item.completion
     columns = {str(name): [value] for name, value in row.items() if name not in ("prompt", "completion")}
     if task.prompt_style != "chat" and not task.is_episodic:
@@ -436,7 +436,7 @@ _TOO_DEEP, _DEEP_LEVELS = "the answer is nested too deeply to be checked", 32
 
 
 def _is_deep(given: Any) -> bool:
-    """Return whether JSON is nested deeper than `_DEEP_LEVELS` levels. If not, a RecursionError is the schema's fault."""
+    """Return whether JSON is nested deeper than `_DEEP_LEVELS` levels."""
     level = [given]
     for _ in range(_DEEP_LEVELS):
         containers = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]

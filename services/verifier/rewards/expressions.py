@@ -33,14 +33,15 @@ class Unreadable(ValueError):
 
 
 class Node(NamedTuple):
-    """A node of a tree. `kind` is an operation (`+`, `*`, `/`, `^`, `call`, ...), a leaf (`number`, `symbol`, `text`), or a
-    form of several parts (`list`, `group`, `relation`, `ratio`, `union`, `matrix`, `unit`). `name` distinguishes nodes of one
-    kind: the function of a `call`, the symbol, the unit, or the brackets of a `group`. `parts` are the operands, or
-    a number's value."""
+    """A node of an expression's tree."""
 
     kind: str
+    """An operation (`+`, `*`, `/`, `^`, `call`, ...), a leaf (`number`, `symbol`, `text`) or another form (`list`, `group`,
+    `relation`, `ratio`, `union`, `matrix`, `unit`)."""
     name: str = ""
+    """It distinguishes nodes of one kind: the function of a `call`, the symbol, the unit, or the brackets of a `group`."""
     parts: tuple[Any, ...] = ()
+    """Operands, or the value of a `number`."""
 
 
 def number(value: int | str | Fraction) -> Node:
@@ -511,13 +512,13 @@ def _factorial(value: Number) -> Number:
 
 
 def _opaque(name: str, value: Number) -> Number:
-    """Return the value of a smooth function that stands for the unknown function `name`. Each name has its own."""
+    """Return the value of a smooth function that stands for the unknown function `name`, another one for each name."""
     x, seed = inexact(value), zlib.crc32(name.encode())
     return (seed % 97 + 3) + x * (seed % 89 + 2) / 7 + x**3 / (seed % 83 + 5) + mp.sin(x)
 
 
 def _logarithm(value: Number, base: Number = Fraction(1237, 211)) -> Number:
-    """Return a logarithm. `log` may mean base e or 10, so the default base is neither: log 2 equals neither ln 2 nor lg 2."""
+    """Return a logarithm. The default base is neither e nor 10, because `log` may mean either."""
     return mp.log(inexact(value)) / mp.log(inexact(base))
 
 

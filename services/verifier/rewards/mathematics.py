@@ -151,7 +151,7 @@ def _key(text: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """Return lower-case words without articles and a few verbs. The words of a date are sorted."""
+    """Return lower-case words without articles and a few verbs; those of a date are sorted."""
     words = re.findall(r"[^\W_]+", re.sub(r"(?<=\d)\s*(?:st|nd|rd|th)\b", "", text.replace("\x02", "").lower()))
     words = [word.removesuffix("s") for word in words if word not in ("the", "a", "an", "there", "is", "are")]
     has_month = any(map(_MONTH.fullmatch, words))
@@ -183,7 +183,7 @@ def same(reference: str, answer: str) -> bool:
 
 
 def _total(answer: Node, wanted: Node) -> Node:
-    """Return the right side of an answer such as `m + n = 7` if a number is wanted. Otherwise return the whole answer."""
+    """Return the right side of an answer such as `m + n = 7` if a number is wanted, else the whole answer."""
     is_equation = answer.kind == "relation" and answer.name == "=" and _is_sum(answer.parts[0])
     return answer.parts[1] if is_equation and not symbols(wanted) | symbols(answer.parts[1]) else answer
 
@@ -196,7 +196,7 @@ def _is_sum(node: Node) -> bool:
 
 
 def _labelled(node: Node) -> tuple[str, Node]:
-    """Split an answer such as x = 5 into its label and the rest. Sides that differ, as in 41 = 42, give no label."""
+    """Split an answer such as x = 5 into its label, "" if none, and the rest."""
     if node.kind == "list" and node.parts and node.parts[0].kind == "relation":
         pairs = [_labelled(part) for part in node.parts]
         if all(label == pairs[0][0] or not (label or symbols(value)) for label, value in pairs):
@@ -212,7 +212,7 @@ def _labelled(node: Node) -> tuple[str, Node]:
     label = str(parts.pop(0)) if _is_label(parts[0]) and len(parts) > 1 else ""
     if all(_same(parts[0], part) for part in parts[1:]):
         return label, parts[-1]
-    return "", node
+    return "", node  # its sides differ, as in 41 = 42
 
 
 def _is_label(node: Node) -> bool:
@@ -236,7 +236,7 @@ def _variants(node: Node) -> list[Node]:
 
 
 def _as_interval(node: Node) -> Node:
-    """Convert an inequality such as x > 3 or 1 < x ≤ 2 to an interval. Return any other node unchanged."""
+    """Convert an inequality such as x > 3 or 1 < x ≤ 2 to an interval; return any other node unchanged."""
     infinity = Node("symbol", r"\infty")
     names, parts = _ascending(node) if node.kind == "relation" else ([], [])
     if len(parts) == 2 and parts[1].kind == "symbol":
@@ -324,7 +324,7 @@ def _unit(name: str) -> str:
 
 
 def _same_quantity(a: Node, b: Node) -> bool:
-    """Compare quantities. If both have a unit, the units must agree. 50% equals 50 and 0.5; 180° equals 180 and pi."""
+    """Compare quantities: two units must agree, 50% equals 50 and 0.5, and 180° equals 180 and pi."""
     names = [node.name if node.kind == "unit" else "" for node in (a, b)]
     if all(names):
         first, second = sorted((f"{_unit(name)} " for name in names), key=len)
@@ -341,7 +341,7 @@ def _same_quantity(a: Node, b: Node) -> bool:
 
 
 def _values(nodes: tuple[Node, ...]) -> Iterator[list[Number]]:
-    """Yield the values of all nodes at several points. Points with negative coordinates are skipped if a value is complex."""
+    """Yield the values of all nodes at several points, skipping those with negative coordinates where a value is complex."""
     names = frozenset[str]().union(*map(symbols, nodes))
     if not names:
         yield [evaluate(node, {}) for node in nodes]
@@ -429,8 +429,8 @@ def math_scorer(timeout_s: float, *, boxed: bool = False) -> Scorer:
     r"""Return a scorer that gives 1 if answer and reference are mathematically equal, such as `1/2`, `0.5` and `\frac{1}{2}`.
 
     The answer is the last box or <answer>, else the text after "the answer is", else the last expression. With `boxed`, only a
-    closed `\boxed{...}` counts. An answer is wrong if its comparison takes more CPU time than a quarter of `timeout_s`. A
-    SIGVTALRM timer limits this time, so the scorer must run on the main thread.
+    closed `\boxed{...}` counts. A SIGVTALRM timer limits a comparison to a quarter of `timeout_s` in CPU time, so the scorer
+    must run on the main thread. After this time, the answer is wrong.
     """
 
     def score(item: RewardInput) -> Score:

@@ -133,7 +133,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _judge(score_answer: Callable[..., float], answer: str, entry: dict[str, Any]) -> Score:
-    """Score an answer; 0 if the scorer raises. Raises `BadReference` if the scorer also raises for the entry's own answer."""
+    """Score an answer; 0 if the scorer raises. Raises `BadReference` if it also raises for the entry's own answer."""
     try:
         return Score(float(score_answer(answer=answer, entry=entry)))
     except MemoryError:
