@@ -413,8 +413,8 @@ class GenerationLoop:
         return True
 
     async def _give_up(self, group: PromptGroup | None, delivery: PromptDelivery, failure: str) -> None:
-        """Store the message as a dead letter, then publish its samples as failed sequences and acknowledge it. `group` is None
-        if the message does not identify its group."""
+        """Store the message as a dead letter, then publish its samples as failed sequences and acknowledge it. If `group` is
+        None, because the message does not identify its group, no samples are published."""
         letter = sequences.DeadLetter(
             run=self.bus.run,
             msg_id=delivery.msg_id,

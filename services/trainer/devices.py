@@ -70,7 +70,8 @@ def _cause(torch: Any, environment: Mapping[str, str], nodes: Path) -> str:
 
 
 def _usable(nvml: Any, visible: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the UUIDs of visible whole GPUs, and of the named or else all MIG instances, of which CUDA shows at most one."""
+    """Return the UUIDs of visible whole GPUs and of MIG instances. CUDA shows a process at most one instance. The instances are
+    therefore read from CUDA_VISIBLE_DEVICES or, if that is not set, from NVML."""
     whole, instances = set[str](), list[str]()
     for number in range(nvml.nvmlDeviceGetCount()):
         parent = nvml.nvmlDeviceGetHandleByIndex(number)

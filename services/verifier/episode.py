@@ -291,7 +291,8 @@ def run_agent(command: str, request: EpisodeRequest, search_path: str) -> str:
 
 
 def _printed(program: subprocess.Popen[bytes], given: bytes) -> tuple[str, str]:
-    """Write `given` to the program's standard input; return its standard output and the end of its standard error."""
+    """Write `given` to the program's standard input; return its standard output and the end of its standard error, which is
+    also copied to that of this process. Raises `EpisodeFailed` if the program prints too much."""
     assert program.stdin is not None
     assert program.stdout is not None
     assert program.stderr is not None

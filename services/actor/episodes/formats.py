@@ -66,8 +66,9 @@ class ChatFormat(Protocol):
 
 
 def chat_format(tokenizer: Any, model: ModelConfig) -> ChatFormat:
-    """Return the format of a recipe's model: `PlainFormat` if it has no chat template; else a renderer that is known for the
-    model, or that writes the same tokens as the template for the `PROBES`; else the template itself."""
+    """Return the format of a recipe's model: without a chat template, `PlainFormat`. If the recipe sets neither a chat template
+    nor `chat_template_kwargs`, it is the renderer known for the model, if any. Otherwise, it is the first renderer, with these
+    kwargs, that writes the template's tokens for the `PROBES`, or else the template itself."""
     if not tokenizer.chat_template:
         return PlainFormat(tokenizer)
     from renderers.base import MODEL_RENDERER_MAP  # this import takes almost a second
@@ -330,7 +331,8 @@ def _with_tool_names(messages: list[Message]) -> list[Message]:
 
 
 def _with_tools_as_text(messages: list[Message], tools: Tools, *, in_system: bool) -> list[Message]:
-    """Return `messages` with tools, calls and results as text. `in_system`: the template takes a system message."""
+    """For a template without tools, return `messages` with tools, calls and results as text in the form of Hermes models.
+    `in_system`: the template takes a system message."""
     said: list[Message] = []
     if tools:
         text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))

@@ -49,8 +49,8 @@ class AdaptedLinearMethod(LinearMethodBase):
     """Adds the low-rank product to the output of `plain`, the layer's own method. If the weights W are unquantised and 16 bits
     wide, this class computes W·x itself, so that the sum is rounded once.
 
-    A is [parts · rank, in] and B [out, parts · rank], with this tensor-parallel rank's sizes in and out, for a layer that fuses
-    `parts` checkpoint layers."""
+    A is [parts · r, in] and B [out, parts · r] for an adapter of rank r and a layer that fuses `parts` checkpoint layers;
+    in and out are the sizes on this tensor-parallel rank."""
 
     def __init__(self, layer: LinearBase, plain: LinearMethodBase, parts: int, config: LoraConfig, like: Tensor) -> None:
         self.plain, self.rank, self.scaling = plain, config.rank, config.scaling

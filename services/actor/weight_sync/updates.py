@@ -51,8 +51,8 @@ LOG_BACKOFF = Backoff(first_s=0.5, most_s=5.0, jitter=0.2)
 class ServingGate:
     """Prompt groups may be taken only while this gate is open; groups taken earlier continue. `reason` has the conditions.
 
-    The served version may be `max_lag` + 1 versions behind the newest announced one of its incarnation; None = no limit. The 1
-    allows for the time between the announcement of a version and its commit."""
+    `max_lag`: the served version must have the newest announced version's incarnation, and be at most `max_lag` + 1 versions
+    behind it; None = no limit. The 1 allows for the time between the announcement of a version and its commit."""
 
     def __init__(self, max_lag: int | None) -> None:
         self._max_lag = max_lag
@@ -242,7 +242,7 @@ class UpdateListener:
         ) from error
 
     async def _on_epoch(self, epoch: pb.EpochStart, *, alone: bool) -> None:
-        """Leave the last epoch and join `epoch` if it includes this process. `alone`: it is a side group."""
+        """Leave the last epoch. Join `epoch` if it includes this process. `alone`: `epoch` is a side group."""
         mine = self.epoch
         me = next((m for m in epoch.members if m.actor == self._instance and m.process == self._process), None)
         if mine is not None and mine.incarnation == epoch.incarnation:
@@ -350,7 +350,8 @@ class UpdateListener:
             await self._fail(commit, error)
 
     async def _swap(self, commit: pb.Commit, trace: Trace) -> None:
-        """Serve the staged version from the next decode step on, and tell the trainer."""
+        """Serve the staged version from the next decode step on, and tell the trainer. Raises `TransferError` if the swap
+        cannot begin, and `CommitFailed` if it fails half-way."""
         version, self._gate.swapping = PolicyVersion(commit.incarnation, commit.version), True
         try:
             about = {attributes.VERSION: commit.version, attributes.EPOCH: commit.epoch}
@@ -368,7 +369,8 @@ class UpdateListener:
         await self._answer("serving", pb.Serving, commit, headers, version=commit.version, stall_s=stall_s)
 
     async def _on_sleep(self, version: PolicyVersion) -> None:
-        """Put the engine to sleep and release the GPU. If it is too early, do nothing; the trainer repeats the order."""
+        """Put the engine to sleep and release the GPU. Do nothing if the engine does not serve `version`, or during an update;
+        the trainer repeats the order."""
         if self._turn is None or version != self._gate.served or self._gate.asleep or self.staging_state != "idle":
             return
         self._gate.sleep()

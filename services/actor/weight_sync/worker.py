@@ -85,7 +85,7 @@ class Receiver:
         return Kept() if failed else Kept(self.manifest.content(self.version), len(self._checksums))
 
     def begin(self, load: Callable[[Receiver], StagedWeights]) -> None:
-        """Call `load(self)` on a new thread. It must read `tensors()` to the end and return `staged()`."""
+        """Call `load(self)` on a new thread. `load` must read `tensors()` to the end and return `staged()`."""
         self._waits = True
         self._loading = on_thread(f"load-{self.version}", partial(load, self))
         self._loading.add_done_callback(lambda done: self._problems.put(done.exception()))

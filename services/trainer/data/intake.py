@@ -180,7 +180,8 @@ class Intake:
             await self._add(sequence)
 
     def _read(self, entry: LogEntry) -> Sequence | None:
-        """Return the entry's sequence. If it is unusable, return a failed one for the pending sample that it names, or None."""
+        """Return the entry's sequence. If it is unusable, return a failed one for the pending sample that it names; None if it
+        names none."""
         try:
             sequence = decode_sequence(entry.payload, expected_run=self._bus.run)
         except MessageError as error:
@@ -232,7 +233,7 @@ class Intake:
         self._feeder.look_again()
 
     def _count_timeout(self, sequence: Sequence) -> None:
-        """Raise `FieldError` if the first rewards of the sequence's task have all timed out."""
+        """Count a reward's timeout, and raise `FieldError` if the first rewards of the sequence's task have all timed out."""
         if not sequence.failure:
             self._in_vain.pop(sequence.task, None)
         elif sequence.failure.startswith("reward_timeout") and sequence.task in self._in_vain:
@@ -243,7 +244,8 @@ class Intake:
                 raise FieldError(f"{place}reward.timeout_s", share.reward.timeout_s, f"{slow}, or raise this limit")
 
     def _good(self, samples: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
-        """Return a complete group's trainable samples; empty if it is lost. Raises `UserError` after too many in a row."""
+        """Return a complete group's trainable samples; empty if the group is lost. Raises `UserError` after too many lost
+        groups in a row."""
         algorithm, good = self._recipe.algorithm, tuple(sample for sample in samples if not sample.failure)
         if len(good) < groups.smallest_group(algorithm.advantage):
             self._tracker.lose(good, Outcome.FAILED, "group incomplete")
@@ -296,8 +298,8 @@ QUARANTINED = "actor_quarantined"
 class Quarantine:
     """Actors whose log μ does not match the version that they claim. Their sequences fail until the trainer restarts.
 
-    Only tokens of lag 0 are checked, because the trainer's current version sampled them and must agree up to rounding. `share`:
-    allowed share of these tokens of an actor whose log μ is off by more than `meter.bound_of`; 0 = no quarantine.
+    Only tokens of lag 0 are checked: the trainer's current version sampled them, so its log π must equal log μ up to rounding.
+    `share`: allowed share of an actor's tokens of lag 0 whose log μ is off by more than `meter.bound_of`; 0 = no quarantine.
     """
 
     def __init__(self, share: float) -> None:

@@ -57,7 +57,7 @@ class Slots:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Exchange part p of x [P, ...] with rank p. This map is its own transpose, so the gradient takes it too."""
+    """Send part p of x [P, ...] to rank p, and receive part p from rank p. This map is its own inverse and transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

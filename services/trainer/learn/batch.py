@@ -139,9 +139,9 @@ def host_microbatch(
     actors: NDArray[np.int64] | None = None,
     reported: NDArray[np.int64] | None = None,
 ) -> HostMicroBatch:
-    """Pack `branches` into a row, longest first. Empty rows give all ranks the same number of micro-batches. The arrays have
-    one entry per branch. `version`: policy version before the step, from which lags are counted. `share_prompts`: put a prompt
-    of several branches into the row once."""
+    """Pack `branches` into a row, longest first. The arrays have one entry per branch. `branches` may be empty, because all
+    ranks need the same number of micro-batches. `version`: policy version before the step, from which lags are counted.
+    `share_prompts`: put a prompt of several branches into the row once."""
     given = list(branches)
     order = sorted(range(len(given)), key=lambda index: -given[index].num_tokens)
     members = [given[index] for index in order]

@@ -166,9 +166,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def served_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each parameter of the original model, with adapters merged; tied parameters come once. With
-    sharded weights, every rank must iterate to the end. `dtype`: dtype to which the caller will round. Shards of weights
-    without an adapter are gathered in it to save traffic."""
+    """Yield (name, tensor) for each parameter of the original model, in its order, with adapters merged; tied parameters come
+    once. With sharded weights, every rank must iterate to the end. `dtype`: dtype to which the caller will round. To save
+    traffic, shards of weights without an adapter are gathered in this dtype."""
     for name, parameter, adapter in served_parameters(model):
         if adapter is None:
             yield name, whole(parameter, dtype)

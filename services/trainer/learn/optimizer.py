@@ -19,8 +19,8 @@ from services.trainer.learn.lora import whole
 def learning_rate(step: int, config: TrainerConfig) -> float:
     """Return the learning rate of the optimizer step that follows `step` earlier ones, not counting skipped steps.
 
-    It rises linearly to the peak over `warmup_steps`, then follows `schedule`. `linear` and `cosine` fall to
-    `final_learning_rate` · peak at `steps`. `wsd` (MiniCPM, arXiv 2404.06395) falls to it linearly over the last `decay_steps`.
+    It rises linearly to the peak over `warmup_steps`, then follows `schedule`. The final rate is `final_learning_rate` · peak.
+    `linear` and `cosine` fall to it at `steps`, `wsd` (MiniCPM, arXiv 2404.06395) linearly over the last `decay_steps`.
     `inverse_sqrt` (arXiv 1706.03762, 5.3) is peak · √(max(1, warmup_steps) / step), but at least the final rate.
     """
     if step < config.warmup_steps:

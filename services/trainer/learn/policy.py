@@ -380,7 +380,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class _LinearScores(torch.autograd.Function):
     """`linear_scores` with its gradient: d loss / dz = −g · dp − h · p · (log p + entropy), for z = logits / temperature and
-    p = softmax(z). dp is p − 1 for the target, else p. g, h: gradients of the loss by the target's log p and by the entropy."""
+    p = softmax(z). dp is p − 1 for the target, else p. g = d loss / d log p of the target, h = d loss / d entropy."""
 
     @staticmethod
     def forward(
@@ -421,9 +421,9 @@ class _LinearScores(torch.autograd.Function):
 
 
 def _gradient(
-    logits: Tensor,  # log p + log_normaliser
-    log_normaliser: Tensor,
-    g: Tensor,  # like h, already divided by the temperature
+    logits: Tensor,  # [C, words]: log p + log_normaliser
+    log_normaliser: Tensor,  # [C]
+    g: Tensor,  # [C]; like h, already divided by the temperature
     index: Tensor,  # [C]: the target's index in the block
     of_target: Tensor,  # [C]: g, or 0 if the block lacks the target
     spread: tuple[Tensor, Tensor] | None,  # h and entropy; None if entropy has no gradient

@@ -222,7 +222,8 @@ def _call(name: Any, put: Any, got: Any, in_list: bool) -> Test:
 
 
 def _statements(texts: list[str], setup: str, entry_point: str) -> Iterator[Test]:
-    """Yield a test for each text of statements. Raises `ValueError` if they are invalid or use nothing of the program."""
+    """Yield a test for each of `texts`, which are Python statements. Raises `ValueError` if they are invalid Python, or use
+    nothing of the model's program."""
     together = "\n".join([setup, *texts])
     try:
         tree = ast.parse(together)
@@ -336,7 +337,8 @@ def _how_ended(ended: Ended, limits: Limits, otherwise: str) -> str:
 
 
 def _same_lines(printed: str, wanted: str) -> bool:
-    """Compare outputs without trailing white space. If a line of `wanted` has a decimal point, compare its numbers by value."""
+    """Compare outputs, ignoring white space at line ends and blank lines at the end. If a line of `wanted` has a decimal point,
+    compare its numbers by value."""
     pairs = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, wanted)]
     return len(pairs[0]) == len(pairs[1]) and all(
         line == other or (_DECIMAL.search(other) and _same(_words(line), _words(other)))
