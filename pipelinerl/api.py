@@ -51,7 +51,7 @@ def train(
     recipe: Given, reward: Reward | None = None, *, name: str | None = None, run_dir: Folder | None = None, **overrides: Any
 ) -> Run:
     """Start a run as `start` does, print its progress, and return it at its end. Ctrl-C, or the stop button of a notebook,
-    stops it cleanly, with a checkpoint. Raises `UserError` for a mistake, and `ServiceError` if the run fails otherwise."""
+    ends the run cleanly, with a checkpoint. Raises `UserError` for a mistake, and `ServiceError` if the run fails otherwise."""
     run = start(recipe, reward, name=name, run_dir=run_dir, **overrides)
     try:
         for line in run.follow():

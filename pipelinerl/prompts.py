@@ -76,8 +76,8 @@ def after_answer(tokenizer: Any, *, asked_again: bool = False) -> str:
 class ControlTokens:
     """A tokenizer for prompts that lets no text become a control token, such as `<|im_end|>` of Qwen3.
 
-    Control tokens are added tokens that are special, contain `|`, or enclose messages in the chat template, unlike `<think>`.
-    In the result of a tool, all added tokens are control tokens.
+    Control tokens are added tokens that are special, contain `|`, or enclose messages in the chat template, where tags such as
+    `<think>` do not count. In the result of a tool, all added tokens are control tokens.
 
     `has_own_encoder`: True for gpt-oss, whose own encoder never reads added tokens in texts. `parted` then inserts no marks.
     """

@@ -315,7 +315,7 @@ class Checkpoint:
         """Its folder; the folder of its run, or `path` if it has none; the adapter's configuration, or empty."""
         found = (one for one in (path, path.parent) if (one / "tokenizer_config.json").is_file())
         self.tokenizer = next(found, Path(self.adapter.get("base_model_name_or_path") or path))
-        """The tokenizer's folder, which for a run's adapter is the parent folder, or the name of an adapter's base model."""
+        """Folder with the tokenizer, the parent one for a run's adapter; else an adapter's base model, a folder or hub name."""
         version = read_json(self.tokenizer / ABOUT).get("policy_version")
         self.version: int | None = version if isinstance(version, int) else None
         """Policy version; None if no file states it."""

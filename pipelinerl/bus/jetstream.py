@@ -108,7 +108,7 @@ class Bus:
     A call raises `BusError` if the server does not answer in time or the stream is full; the caller must then keep its message
     and try again. It raises `NotPermitted` if this user may not make the call. Of messages with the same `msg_id` within
     `duplicate_window_s`, a stream stores only the first. The iterators of `read_sequences` and `watch_...` need an `async with`
-    block, and continue after a reconnection.
+    block, continue after a reconnection, and lose no message if `anext` is cancelled.
     """
 
     def __init__(self, connection: Connection, subjects: Subjects, limits: StreamLimits) -> None:

@@ -188,7 +188,7 @@ class Connection(Client):
         old_style: bool = False,
         headers: dict[str, Any] | None = None,
     ) -> Msg:
-        """Send a request and return the answer, at half the cost of nats-py's method.
+        """Send a request and return the answer, at half the cost of nats-py's method. Any number of tasks may wait at once.
 
         Raises `NotPermitted` as soon as the server refuses the subject or the subscription to answers. Raises nats-py's errors
         if nobody listens, if no answer comes in `timeout` (seconds; default: `request_timeout_s`), or if the connection is

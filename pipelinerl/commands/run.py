@@ -159,7 +159,7 @@ def scale(args: argparse.Namespace) -> int:
 
 
 async def _until_there(run_dir: RunDir, count: int, timeout_s: float) -> None:
-    """Print the actors' phases until `count` actors serve. Raises `FieldError` if the run ends first."""
+    """Print the actors' phases until `count` actors serve. Raises `FieldError` if the run ends, `ServiceError` on timeout."""
     certificates = read_certificates(run_dir.credentials.tls_dir, "client")
     shown = ""
     try:

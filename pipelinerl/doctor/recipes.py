@@ -306,9 +306,9 @@ def _is_dressed(answer: str) -> bool:
 
 
 def _lost_references(view: SetView, answers: Sequence[str]) -> tuple[list[str], int]:
-    """Return the references that the reward rejects, and the number of references examined: those that `answer_pattern` cannot
-    read, or else those that earn nothing in trial calls. Return none if all earn nothing, or wrong answers earn as much, since
-    other rules report that."""
+    """Return the references that the reward rejects, and the number of references examined. Rejected are those that
+    `answer_pattern` cannot read or, if there are none, those that earn nothing in trial calls. Return none if all earn
+    nothing, or wrong answers earn as much, since other rules report that."""
     is_read = view.share.reward.answer_pattern and view.share.reward.scorer in ("task", "exact") and reads(view.share, *_PROBES)
     if is_read and (lost := [one for one in answers if not reads(view.share, one)]):
         return lost, len(answers)

@@ -92,8 +92,9 @@ async def _follow_steps(trainer: trainer_pb2_grpc.TrainerServiceStub, state: Run
                 heard = state.step
             with contextlib.suppress(grpc.aio.AioRpcError):  # The trainer is starting or ending.
                 async for message in trainer.StreamMetrics(trainer_pb2.StreamMetricsRequest(from_step=heard + 1)):
-                    if message.step > heard:  # Steps before the runner's arrival do not count for the pace.
+                    if message.step > heard:
                         heard = message.step
+                        # Steps that this trainer took before the runner reached it do not count for the pace.
                         state.on_step(json.loads(message.json), elapsed_s() if heard > begun else None)
         await asyncio.sleep(_RETRY_S)
 

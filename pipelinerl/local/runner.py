@@ -454,7 +454,8 @@ class LocalRun:
             self._note(f"{died.name} is not restarted again: {died}")
 
     async def _scale(self, count: int) -> None:
-        """Remove actors that died too often, then start or stop actors until there are `count`. The lowest numbers are kept."""
+        """Remove actors that died too often, then start or stop actors until there are `count`. Those with the highest numbers
+        are stopped, and new ones get the lowest free numbers. Raises `ServiceError` if a process cannot be started."""
         if count == 0:
             command = f"pipelinerl scale actors N --run-dir {shlex.quote(str(self.run_dir.path))}"
             self._note(f"the number of actors is 0: nothing is generated until you run `{command}`")
@@ -560,7 +561,7 @@ class LocalRun:
             self._running.cancel()
 
     def _only_ours(self, raised: Exception) -> PipelineRLError:
-        """Return the first error of `raised` as a `PipelineRLError`; raise `raised` if any is neither one nor a full disk."""
+        """Return the first error of `raised` as a `PipelineRLError`. If any is neither that nor a full disk, raise `raised`."""
         errors = _leaves(raised)
         if any(not isinstance(one, PipelineRLError) and getattr(one, "errno", None) not in _DISK_FULL for one in errors):
             raise raised

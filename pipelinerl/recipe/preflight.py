@@ -68,9 +68,9 @@ sys.exit({_IMPORTED})
 
 
 def try_import(field: str, path: str, config: str, environment: Mapping[str, str], code: str = _IMPORT) -> None:
-    """Import `pkg.module:name` in a separate process, because a user's module may do anything. Check a tool's parameters or an
-    environment's methods. `config`: `task.config` as JSON. Raises `MissingPackage` if a module is not installed, `UserError`
-    for another problem."""
+    """Import `pkg.module:name` in a separate process, because a user's module may do anything. The object is not called, but a
+    tool's parameters or an environment's methods are checked. `config`: `task.config` as JSON. Raises `MissingPackage` if a
+    module is not installed, `UserError` for another problem."""
     command = [sys.executable, "-c", code, field, path, config]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, env=environment)

@@ -105,7 +105,7 @@ def update_gib(recipe: Recipe, model: Model, ranks: int | None = None) -> float:
 
 def update_bytes(kept: float = 0, layer: float = 0) -> float:
     """Return the bytes that a weight update needs on an accelerator in addition to the live weights. `kept`: bytes of new
-    weights stored until the swap. `layer`: bytes of the largest decoder layer, if the paused actor loads layer by layer."""
+    weights stored there until the swap. `layer`: bytes of the largest decoder layer, if the paused actor loads by layers."""
     return kept + 2 * layer + UPDATE_GIB * GIB  # vLLM has the received tensors and the layer that it fills.
 
 

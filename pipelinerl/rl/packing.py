@@ -142,7 +142,7 @@ def plan_step(
 ) -> StepPlan:
     """Plan micro-batches of at most `budget` tokens for sequences of `lengths` tokens. `outputs`: as in `CostModel.of`.
 
-    `prompts`: each sequence's prompt, whose tokens `lengths` include; None = sequences share no prompt tokens. With prompts and
+    `prompts`: each sequence's prompt, whose tokens `lengths` include; None = sequences share no computation. With prompts and
     several ranks, make a plan for each of `PIECES` and return the cheapest. No slot is empty on all ranks. Raises `FieldError`
     if a sequence exceeds the budget."""
     tokens = [int(length) for length in lengths]

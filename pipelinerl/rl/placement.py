@@ -294,7 +294,7 @@ class _Room(NamedTuple):
 
 def _room(recipe: Recipe, model: Model | None, device: Device, shared: bool) -> _Room:
     """Return how an actor's GPU memory is used. `shared`: a trainer rank uses the GPU as well. Raises `FieldError` if the
-    trainer does not fit beside the sleeping engine."""
+    trainer does not fit beside the sleeping engine (`actor.colocate`)."""
     total, free, turn = device.total_bytes / GIB, device.free_bytes / GIB, device.free_bytes / GIB - ENGINE_GIB
     if model is None:
         cap = SHARED_UNKNOWN if shared else VLLM_SHARE

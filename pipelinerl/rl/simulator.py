@@ -60,9 +60,11 @@ class Simulation:
     lag_histogram: Counter[int] = field(default_factory=Counter)
     """Trained completion tokens by lag."""
     actor_idle: float = 0.0
+    """Share of the time in which an actor has nothing in progress."""
     empty_slots: float = 0.0
+    """Share of the time in which a slot has no sequence."""
     trainer_idle: float = 0.0
-    """Shares of time: with nothing in progress on an actor, without a sequence in a slot, without an optimizer step."""
+    """Share of the time in which no optimizer step runs."""
     finished_by_length: Counter[int] = field(default_factory=Counter)
     stale_by_length: Counter[int] = field(default_factory=Counter)
     """By length bucket: sequences trained or dropped, and the stale ones among them."""

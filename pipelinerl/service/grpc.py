@@ -95,8 +95,8 @@ async def serve_grpc(
     credentials: grpc.ServerCredentials | None = None,
     connection_age_s: float = CONNECTION_AGE_S,
 ) -> AsyncIterator[int]:
-    """Serve on `port` (0 = any free one) the services that `register` adds, and yield the port. At the end, calls in progress
-    have `stop_grace_s` to finish.
+    """Serve on `port` (0 = any free one) the services that `register` adds, and yield the port. At the end, health checks
+    answer NOT_SERVING, new calls are refused, and calls in progress have `stop_grace_s` to finish.
 
     `service_names` are full names, such as `pipelinerl.v1.VerifierService`. Raises `ServiceError` if the port cannot be used.
     """

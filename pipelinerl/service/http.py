@@ -42,9 +42,9 @@ _KEEP_ALIVE_S = 75
 
 
 def guard_hosts(app: ASGIApp, host: str, names: Collection[str] = ()) -> ASGIApp:
-    """Return `app` behind a guard that refuses requests whose Host header is neither `host` nor in `LOCAL_NAMES` or `names`. It
-    lets pass `/healthz` on a loopback interface, the paths in `PROBED` on others, and all requests there if `names` is
-    empty."""
+    """Return `app` behind a guard that refuses requests whose Host header is neither `host` nor in `LOCAL_NAMES` or `names`. On
+    a loopback interface, it does not check requests for `/healthz`; on others, it does not check those for the paths in
+    `PROBED`, or any requests if `names` is empty."""
     is_local = host == "localhost"
     with contextlib.suppress(ValueError):  # `host` is a name
         is_local = is_local or ipaddress.ip_address(host).is_loopback
@@ -101,8 +101,9 @@ async def serve_http(
 ) -> AsyncIterator[int]:
     """Serve `app` and yield the bound port (`port` 0 = any free one). At the end, open requests have two seconds to finish.
 
-    `names`: as for `guard_hosts`. `on_this_loop`: run `app` on this event loop, whose data it shares. By default, a thread runs
-    it, even while this loop is blocked. Raises `ServiceError` if the port cannot be bound or `app` does not start.
+    `names`: as for `guard_hosts`. `on_this_loop`: run `app` on this event loop, with which it shares data. By default, another
+    thread runs it, so that it answers even while this loop is blocked. Raises `ServiceError` if the port cannot be bound or
+    `app` does not start.
     """
     app = guard_hosts(app, host, names)
     with contextlib.closing(_bind(host, port)) as listener:

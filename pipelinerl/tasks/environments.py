@@ -16,8 +16,8 @@ class GuessNumber:
         ?  50  >  75  <  62        a hit, which ends the episode
 
     A hit with the first guess earns 1, and each further guess costs 1 / `max_guesses`. A guess must have as many digits as
-    `limit` - 1. An episode with a malformed guess or without a hit earns 0. An episode is correct if it needs no more guesses
-    than halving the range does in the worst case.
+    `limit` - 1. An episode with a malformed guess or without a hit earns 0 and counts as `max_guesses` + 1 guesses. An episode
+    is correct if it needs no more guesses than halving the range does in the worst case.
     """
 
     def __init__(self, limit: int = 100, max_guesses: int = 12) -> None:

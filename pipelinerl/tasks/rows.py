@@ -276,7 +276,8 @@ def _parquet_row(batch: Any) -> Values | BadRow:
 
 
 def _hub_rows(config: TaskConfig) -> Iterator[Row]:
-    """Yield the rows of a data set of the hub, or of such a folder. If the hub cannot be reached, only the cache is used."""
+    """Yield the rows of a data set of the hub, or of a local folder laid out like one. If the hub cannot be reached, only the
+    cache is used."""
     try:
         import datasets
     except ImportError as error:

@@ -222,7 +222,8 @@ _Item = TypeVar("_Item")
 def prefetch(items: Iterable[_Item], buffers: int, name: str) -> Generator[_Item, None, None]:
     """Yield the items, which a thread makes in advance. Always close the generator; this waits for the item that is being made.
 
-    At most `buffers` (≥ 2) items exist at a time, including the last one yielded.
+    At most `buffers` (≥ 2) items exist at a time, including the last one yielded. If making an item fails, the
+    error is raised when the item is due.
     """
     assert buffers >= 2, "one item is yielded while another is made"
     iterator, end, thread = iter(items), object(), ThreadPoolExecutor(1, name)

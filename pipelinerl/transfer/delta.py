@@ -157,7 +157,7 @@ def _encode(old: Tensor, new: Tensor) -> bytes:
 
 
 def _decode(body: Bytes, into: _Words) -> None:
-    """Apply a chunk's record to its words `into`."""
+    """Apply a chunk's record to its words `into`. Raises ValueError, struct.error or zstd's OSError for a damaged record."""
     if not len(body):
         return
     num_words, num_gaps = _SIZES.unpack(body[: _SIZES.size].data)

@@ -175,7 +175,8 @@ def _abort(group: Any) -> None:
 
 @contextmanager
 def _without_watchdog(timeout_s: float) -> Iterator[None]:
-    """Make groups inside the block without torch's watchdog thread, which would end the process on an error or a timeout."""
+    """Set torch's environment variables so that groups made inside the block have no watchdog thread, which would end the
+    process on an error or a timeout."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _making:
         # torch reads this timeout only once per process.
@@ -358,7 +359,8 @@ def close_when_met(meeting: Future[WeightGroup]) -> None:
 def _wait_for_all(
     spec: GroupSpec, meeting: PrefixStore, timeout_s: float, given_up: threading.Event, patience_s: float | None
 ) -> Kept:
-    """As rank 0, wait until all other ranks have checked in. Then publish and return the chunks that they all keep."""
+    """As rank 0, wait until all other ranks have checked in. Then publish and return the chunks that they all keep. Raises
+    DeadlineExceeded if ranks do not come in time, and TransferAborted if `given_up` is set."""
     started = last_came = time.monotonic()
     missing = list(range(1, spec.world))
     try:
@@ -382,7 +384,8 @@ def _wait_for_all(
 
 
 def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: threading.Event) -> Kept:
-    """As a receiver, check in, wait for rank 0, and return the chunks that all receivers keep."""
+    """As a receiver, check in, wait for rank 0, and return the chunks that all receivers keep. Raises TimeoutError after
+    `deadline`, and TransferAborted if this rank or rank 0 gives up."""
     meeting.set(f"here/{spec.rank}", json.dumps(spec.kept))
     while not _are_set(spec, meeting, [_OUTCOME], given_up):
         if time.monotonic() >= deadline:
@@ -393,7 +396,7 @@ def _check_in(spec: GroupSpec, meeting: PrefixStore, deadline: float, given_up: 
 
 
 def _are_set(spec: GroupSpec, meeting: PrefixStore, keys: list[str], given_up: threading.Event) -> bool:
-    """Wait up to `_MEETING_LOOK_S` for all keys, and return whether they are set."""
+    """Wait up to `_MEETING_LOOK_S` for all keys. Return whether they are set. Raises TransferAborted if `given_up` is set."""
     if given_up.is_set():
         raise TransferAborted(f"forming {spec.name} was abandoned")
     try:

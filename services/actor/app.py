@@ -193,7 +193,7 @@ class Actor(actor_pb2_grpc.ActorServiceServicer):
             await heartbeat.leave()
 
     async def _show_state(self, readiness: Readiness) -> None:
-        """Check the engine's health, and keep /readyz and the policy version in log lines up to date."""
+        """Keep /readyz and the policy version in log lines up to date. Raises `EngineError` if the engine is dead."""
         while True:
             await self.engine.check_health()
             readiness.reason = self.gate.reason

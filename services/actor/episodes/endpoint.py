@@ -313,7 +313,7 @@ def generated(turn: RecordedTurn, *, model: str) -> dict[str, Any]:
 async def _unless_over(
     waits: Coroutine[Any, Any, _Result], over: asyncio.Event, *hung_up: Coroutine[Any, Any, None]
 ) -> _Result:
-    """Return the result of `waits`, or raise `Refused` if the environment's run ends or the client hangs up first."""
+    """Return the result of `waits`. If the environment's run ends or the client hangs up, cancel it and raise `Refused`."""
     working = asyncio.create_task(waits)
     ending = [asyncio.create_task(one) for one in (over.wait(), *hung_up)]
     try:
