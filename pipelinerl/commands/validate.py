@@ -1,5 +1,5 @@
-"""`pipelinerl validate RECIPE` lists everything that is wrong with a recipe. `pipelinerl doctor RECIPE|RUN` lists why a
-recipe would not learn, or why a run does not, the gravest cause first. Both commands try the rewards, and change nothing.
+"""`pipelinerl validate RECIPE` lists everything that is wrong with a recipe. `pipelinerl doctor RECIPE|RUN` lists why a recipe
+would not learn, or why a run does not, the gravest cause first. Both call the rewards of a recipe. Neither changes anything.
 
 A recipe for a cluster can be checked on a laptop. Things that this machine lacks, such as a GPU, are listed, but the recipe
 still counts as valid. With `--gpu-memory`, `validate` also adds up the memory that is needed.

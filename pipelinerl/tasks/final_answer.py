@@ -70,7 +70,8 @@ def boxes(text: str) -> list[tuple[int, int, str | None]]:
 
 
 def final_answer(reference: str) -> str:
-    """Return the answer that a reference marks by `####`, a box or words such as "answer is"; without a mark, all of it."""
+    """Return the answer that a reference marks by `####`, a box, words such as "answer is" or a list of one quoted text;
+    without a mark, return the whole reference."""
     _, mark, last = reference.rpartition("####")
     if mark:
         return (last.strip().splitlines() or [""])[0].strip()

@@ -193,8 +193,10 @@ def _without_watchdog(timeout_s: float) -> Iterator[None]:
 
 PIECE_BYTES = 2**19
 """Bytes that a rank of a Gloo group receives before it passes them on. Smaller pieces take more CPU time."""
-_OUTCOME, _VOID = "outcome", "void"
-"""Store key of a meeting's outcome, and its value if rank 0 gave up; else the value is the receivers' common `Kept` as JSON."""
+_OUTCOME = "outcome"
+"""Store key under which rank 0 writes the end of a meeting: `_VOID`, or as JSON the chunks that all receivers already have."""
+_VOID = "void"
+"""Value of `_OUTCOME` if rank 0 gave up the meeting."""
 _MEETING_LOOK_S = 0.1
 """Interval, in seconds, at which a rank that waits for other ranks checks whether the meeting was given up."""
 _LET_GO_S = 0.5

@@ -318,7 +318,7 @@ class Heartbeat:
                     await self._refresh()
                 await self._bus.remove_member(self._me.actor)
         except (BusError, TimeoutError) as error:
-            log.warning("cannot remove this actor's registration; it will expire: %s", error or "no answer in time")
+            log.warning("cannot remove this actor's registration; it will expire: %s", str(error) or "no answer in time")
 
     async def _refresh(self) -> None:
         await self._bus.put_member(self._me.actor, self.registration().SerializeToString())

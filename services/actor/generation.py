@@ -102,7 +102,7 @@ class Sampler:
                     await asyncio.sleep(ABORT_AGAIN_S)
         except (EngineError, TimeoutError) as error:
             left = len(self.generating)
-            why = error or f"no answer within {timeout_s:g} s"
+            why = str(error) or f"no answer within {timeout_s:g} s"
             log.error("the new tokens of %d sequences are lost, because the engine did not return them: %s", left, why)
         self.stopped.set()  # ends the episodes, whose recorded turns are kept
         if self._playing:

@@ -130,7 +130,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
             lost = sum(sample.num_sampled_tokens for sample in one.partials.values())
             log.error(
                 "cannot hand over group %s: NATS delivers its %d unfinished samples again; up to %d tokens are lost: %s",
-                group_id, len(missing), lost, error or "the stream did not take it in time",
+                group_id, len(missing), lost, str(error) or "the stream did not take it in time",
             )  # fmt: skip
         else:
             for sample in one.partials.values():
@@ -142,7 +142,7 @@ async def hand_over(bus: Bus, held: HeldGroups, metrics: ActorMetrics, *, instan
                 for message in list(one.messages.values()):
                     await (message.delivery.give_back() if message.missing else message.delivery.ack())
         except (BusError, TimeoutError) as error:
-            log.warning("cannot ack or return group %s; NATS delivers it again: %s", group_id, error or "timed out")
+            log.warning("cannot ack or return group %s; NATS delivers it again: %s", group_id, str(error) or "timed out")
         held.pop(group_id, None)
         return bool(missing) and not one.missing
 

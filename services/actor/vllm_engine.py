@@ -341,7 +341,7 @@ class VllmEngine:
             async for output in self.llm.generate(rendered, sampling, request_id):
                 final = output
         except (EngineDeadError, EngineGenerateError, ValueError) as error:
-            raise EngineError(f"request {request_id}: {error or error.__cause__}") from error
+            raise EngineError(f"request {request_id}: {str(error) or error.__cause__}") from error
         if final is None or not final.finished:
             raise EngineError(f"request {request_id} ended without a result")
         return final

@@ -178,7 +178,7 @@ def check_memory(recipe: Recipe, whole: Policy, world: World) -> None:
 def shard_policy(policy: Policy, world: World, dtype: torch.dtype, *, reshard: bool = True) -> Policy:
     """Shard `policy` over the ranks of `world`, to compute in `dtype`, and return it. A single rank's policy stays unchanged.
     All ranks must call this. `reshard`: drop gathered weights after each forward pass, which saves memory but costs traffic.
-    Raises `FieldError` if the model has no list of layers, or if ranks cannot share its rows."""
+    Raises `FieldError` if the model has no list of layers, or if its attention cannot split a packed row over ranks."""
     if world.mesh is None:
         return policy
     model = policy.model

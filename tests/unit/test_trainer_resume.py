@@ -392,7 +392,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     refused(FieldError, "is the folder of run 'other'", tmp_path)
     for malformed in ("[]", *(json.dumps({"run": RUN, "starts": starts, "recipe": {}}) for starts in ([], [3], [0, -1]))):
         (tmp_path / "lineage.json").write_text(malformed)
-        refused(UserError, "does not list the starts of the run's trainer", tmp_path)
+        refused(UserError, "lacks the run's name, recipe or trainer starts", tmp_path)
 
 
 def write(run_dir: Path, version: int, tensors: WriteTensors | None = None, **state: Any) -> WrittenCheckpoint:

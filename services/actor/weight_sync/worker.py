@@ -110,7 +110,7 @@ class Receiver:
         return self._loading.result()
 
     def drop(self) -> None:
-        """Wait up to `ENDING_S` for the loader's end. A loader that waits for another group ends without a loaded version."""
+        """Give up the load and wait up to `ENDING_S` for its end. A load that waits for a group in `tensors` ends, too."""
         assert self._loading is not None
         self._resumed.put(False)
         wait([self._loading], ENDING_S)

@@ -53,7 +53,7 @@ def read_lineage(run_dir: Path, run: str) -> Lineage | None:
             raise ValueError(f"starts {lineage.starts}, recipe {content['recipe']!r:.100}")
     except (ValueError, LookupError, TypeError) as error:
         path = run_dir / LINEAGE
-        raise UserError(f"{path} does not list the starts of the run's trainer: {error!r}; restore the file") from error
+        raise UserError(f"{path} lacks the run's name, recipe or trainer starts: {error!r}; restore it from a copy") from error
     if found != run:
         fix = f"is the folder of run {found!r}, not of {run!r}: give this run its own folder"
         raise FieldError("run_dir", str(run_dir), fix)

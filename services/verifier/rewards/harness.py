@@ -81,8 +81,8 @@ def decode(message: Any, resolve: Callable[..., Any]) -> Any:
 
 
 class Peer:
-    """This process's connection to the other process. `is_guarded`: the other process can access only public attributes of
-    instances of the tests' classes."""
+    """This process's connection to the other process. `is_guarded`: of the objects that it gets, the other process can read
+    and set only public attributes of instances of the tests' classes. Calls, indexing and comparisons are not limited."""
 
     def __init__(self, reading: int, writing: int, find: Callable[[str], Any], *, is_guarded: bool) -> None:
         self._reading, self._writing = os.fdopen(reading, "rb"), os.fdopen(writing, "wb")
