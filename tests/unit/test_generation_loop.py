@@ -485,7 +485,9 @@ async def test_a_group_too_large_for_one_message_goes_over_in_several() -> None:
 
 
 @pytest.mark.parametrize("error", [EngineError("dead"), None])
-async def test_an_engine_that_died_or_does_not_answer_holds_up_nothing(error: EngineError | None) -> None:
+async def test_an_engine_that_died_or_does_not_answer_holds_up_nothing(
+    caplog: pytest.LogCaptureFixture, error: EngineError | None
+) -> None:
     async def abort(request_ids: object) -> None:
         if error is not None:
             raise error
@@ -496,6 +498,7 @@ async def test_an_engine_that_died_or_does_not_answer_holds_up_nothing(error: En
             await one.leave(timeout_s=0.1)
         (group,) = await waiting(one)
         assert (group.group_id, group.done_samples, group.partials) == ("g00000000", (), ())
+    assert f"because the engine did not return them: {error or 'no answer within 0.1 s'}" in caplog.text
 
 
 async def test_a_request_that_the_engine_does_not_know_yet_is_aborted_when_it_does() -> None:
