@@ -131,7 +131,7 @@ async def test_a_recipe_that_the_job_refuses_is_uninstalled(api: ApiServer, caps
     [
         (("submit", "-n", "x"), "give either a recipe, or --attach"),
         ((*SUBMIT, "--attach", "own"), "give either a recipe, or --attach"),
-        ((*SUBMIT, "--values", "absent.yaml"), "--values = 'absent.yaml': no such file"),
+        ((*SUBMIT, "--values", "absent.yaml"), "--values = 'absent.yaml': is no file, or has a comma"),
         (("submit", "arithmetic", "-n", "x", "--release", "a.b"), "--release = 'a.b': use 1-40"),
         ((*SUBMIT, "--output", "."), "has other files"),
         (("submit", "arithmetic", "-n", "x", "--set", "trainer.batch_size=7"), "trainer.batch_size"),
