@@ -100,7 +100,7 @@ def init(args: argparse.Namespace) -> int:
         raise FieldError("DIR", path, f"Python cannot import a reward from a path with {os.pathsep!r}; choose one without it")
     for option, value in (("--question", args.question), ("--answer", args.answer)):
         if value and args.data is None:
-            raise FieldError(option, value, "applies only with --data FILE; give both or neither")
+            raise FieldError(option, value, "applies only to --data FILE; give that, too, or leave this out")
     words = data_words(args.data, args.question, args.answer) if args.data is not None else {}
     template = TEMPLATES / ("data" if words else args.template or "sums")
     name = re.sub("[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")[:40].strip("-") or _NAME

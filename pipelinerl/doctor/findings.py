@@ -37,7 +37,7 @@ class Finding:
     field: str
     """Setting to change."""
     fix: str
-    """What to do. If the field is numeric, this begins with its present value."""
+    """Advice on what to do. If the field is numeric, the advice begins with its present value."""
     sample: Mapping[str, Any] | None = None
     """Line of samples.jsonl that shows the problem."""
     meaning: str = ""

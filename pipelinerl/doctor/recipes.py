@@ -179,8 +179,7 @@ def problems(view: SetView) -> Rows:
         median prompt reaches model.max_context.
     columns-mixed (recipes.md#tasks): Prompts and answers seem to be read from wrong columns: One of these cases applies to at
         least 90 % of the rows, and to at least 8 rows.
-        The prompt is the answer. This is grave.
-        The prompt contains the answer after the text that the reward looks for. This is grave.
+        The prompt is the answer, or contains it after the text that the reward looks for. This is grave.
         The prompt is a file name, an address or a hash; or the prompts of at least 20 rows are consecutive numbers. This is
         grave, but a warning if the recipe has a system prompt or an instruction.
         The prompt begins or ends with the answer. This is a warning.
@@ -378,7 +377,7 @@ def texts(view: SetView) -> Rows:
 
 
 def rewards(view: SetView) -> Rows:
-    r"""Examine rewards, and the form and length of answers.
+    """Examine what rewards pay, and how long they take.
 
     terms-outweigh (recipes.md#rewards): A format or length term of the reward misleads the policy: reward.format_weight is
         below 0 or reaches reward.correct. Or reward.format_pattern matches an empty text. Or overlong.penalty exceeds 2 ·
@@ -388,39 +387,15 @@ def rewards(view: SetView) -> Rows:
         answers about as much as right ones on average. Or it gives each of at least 4 wrong numbers that contain the right
         number, such as 1420 for 42, as much as the right number.
     reward-slow (recipes.md#rewards): Rewards take long: The median trial call takes over reward.timeout_s / 4. This is a note.
-    form-unsaid (recipes.md#rewards): Completions are unlikely to have the form that the reward reads: One of these cases holds.
-        Prompts forbid, or do not mention, what the reward looks for: \boxed, JSON, or the text with which reward.answer_pattern
-        or reward.format_pattern begins.
-        Prompts ask for steps, but answer_pattern begins with ^.
-        The scorer compares texts, and prompts ask for a box that answer_pattern does not read.
-        The scorer compares texts without an answer_pattern, and prompts ask for a box or for steps.
-        The chat template writes the <think> that format_pattern expects in the completion.
-        The model is a small one of this package, and never writes what answer_pattern reads. This is grave.
     groups-small (learning.md#from-rewards-to-advantages): Rewards seldom differ within a group: sampling.group_size is 2, and
         an answer earns either nothing or full marks. The finding is a note. If answers are right with probability p, the two
         rewards differ in 2 p (1 - p) of the groups.
-    max-tokens-small (learning.md#truncated-completions): Completions do not fit into max_tokens: Half of the references,
-        written in the form that the reward reads, or a packaged model's usual output are longer; this is grave unless your own
-        function scores. Or max_tokens is under 128 although prompts ask for reasoning, or under 1,024 although the model
-        reasons before it answers.
-    stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: The stop text occurs in over 5 % of
-        the references (grave from half), in reward.answer_pattern (grave), or in what the prompt tells the policy to write
-        before the answer. Or it is blank or a single character, and prompts ask for steps.
-    judge-misled (recipes.md#another-model-as-judge): The judge's marks are arbitrary or misread: judge.template has neither
-        {prompt} nor {reference}, does not ask for the form that judge.pattern reads, or names a highest mark other than
-        judge.full_marks. Or judge.pattern reads only some digits of full_marks.
     """
     at, reward, right, limit = view.place, view.share.reward, view.share.reward.correct, view.share.max_tokens
     tokens, penalty = reward.overlong.buffer_tokens, reward.overlong.penalty
     paid, seconds = [one.reward for one in view.calls if not one.completion], median([one.seconds for one in view.calls] or [0])
     is_paid, is_open = min(paid, default=-1) >= 0.5 * right, re.fullmatch(reward.format_pattern or ".", "", re.DOTALL)
     is_graded = reward.is_function or reward.judge or not reward.binary or view.recipe.algorithm.advantage == "value"
-    answers = view.answers or (filter(None, view.references) if reward.is_function else ())
-    written = [view.written] if view.written else [f"{view.marker} {one}" for one in islice(answers, 64)]
-    lengths, field = [*map(view.tokens, written)] or [0], f"{at}max_tokens" if at else "sampling.max_tokens"
-    fix = ", or extract shorter answers by task.answer_pattern" if reward.is_function else ""
-    needed = 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if view.steps else 0
-    context = ", and twice that for model.max_context" if 4 * needed >= view.recipe.model.max_context else ""
     yield from (
         ("terms-outweigh", False, not 0 <= reward.format_weight < right and f"{reward.format_weight:g}",
          f"{at}reward.format_weight", f"use {right / 10:g}"),
@@ -436,12 +411,45 @@ def rewards(view: SetView) -> Rows:
          "raise it, or make the reward faster"),
         ("groups-small", "note", view.recipe.sampling.group_size == 2 and not is_graded and
          "if 10 % of answers are right, 18 % of groups of 2 and 57 % of groups of 8 differ", "sampling.group_size", "use 8"),
+    )  # fmt: skip
+
+
+def completions(view: SetView) -> Rows:
+    r"""Examine the form and length of completions, and the judge.
+
+    form-unsaid (recipes.md#rewards): Completions are unlikely to have the form that the reward reads: One of these cases holds.
+        Prompts forbid, or do not mention, what the reward looks for: \boxed, JSON, or the text with which reward.answer_pattern
+        or reward.format_pattern begins.
+        Prompts ask for steps, but answer_pattern begins with ^.
+        The scorer compares texts, and prompts ask for a box that answer_pattern does not read.
+        The scorer compares texts without an answer_pattern, and prompts ask for a box or for steps.
+        The chat template writes the <think> that format_pattern expects in the completion.
+        The model is a small one of this package, and never writes what answer_pattern reads. This is grave.
+    max-tokens-small (learning.md#truncated-completions): Completions do not fit into max_tokens: Half of the references,
+        written in the form that the reward reads, or a packaged model's usual output are longer; this is grave unless your own
+        function scores. Or max_tokens is under 128 although prompts ask for reasoning, or under 1,024 although the model
+        reasons before it answers.
+    stop-cuts-answers (recipes.md#tasks): A stop text ends completions before the answer: The stop text occurs in over 5 % of
+        the references (grave from half), in reward.answer_pattern (grave), or in what the prompt tells the policy to write
+        before the answer. Or it is blank or a single character, and prompts ask for steps.
+    judge-misled (recipes.md#another-model-as-judge): The judge's marks are arbitrary or misread: judge.template has neither
+        {prompt} nor {reference}, does not ask for the form that judge.pattern reads, or names a highest mark other than
+        judge.full_marks. Or judge.pattern reads only some digits of full_marks.
+    """
+    at, reward, limit = view.place, view.share.reward, view.share.max_tokens
+    answers = view.answers or (filter(None, view.references) if reward.is_function else ())
+    written = [view.written] if view.written else [f"{view.marker} {one}" for one in islice(answers, 64)]
+    lengths, field = [*map(view.tokens, written)] or [0], f"{at}max_tokens" if at else "sampling.max_tokens"
+    fix = ", or extract shorter answers by task.answer_pattern" if reward.is_function else ""
+    needed = 0 if view.share.task.is_episodic else 1024 if view.thinks else 128 if view.steps else 0
+    context = ", and twice that for model.max_context" if 4 * needed >= view.recipe.model.max_context else ""
+    yield from _forms(view)
+    yield from (
         ("max-tokens-small", not reward.is_function, (middle := median(lengths)) > limit
          and f"{middle:.0f} tokens, such as {written[0]!r:.80}", field, f"use {2 * math.ceil(max(lengths))} or more{fix}"),
         ("max-tokens-small", False, limit < needed and
          (f"the prompt says {view.steps!r}" if view.steps else "the model thinks first"), field, f"use {4 * needed}{context}"),
     )  # fmt: skip
-    yield from _forms(view)
     yield from _stops(view)
     yield from _judge(view)
 
@@ -510,4 +518,4 @@ def _judge(view: SetView) -> Rows:
     )  # fmt: skip
 
 
-RECIPE_RULES = (problems, texts, rewards)
+RECIPE_RULES = (problems, texts, rewards, completions)

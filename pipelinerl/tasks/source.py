@@ -51,7 +51,7 @@ class Problem:
     messages: tuple[Mapping[str, Any], ...] = ()
     """The prompt's messages, if the row has a list of OpenAI messages; otherwise empty."""
     place: str = field(default="", compare=False)
-    """Where the problem's row is, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
+    """Place of the problem's row, such as `line 7` or `line 7 of /part-2.jsonl`; empty for a generated problem."""
     file: str = field(default="", compare=False)
     """Path of the row's file, without a leading `task.path`; empty if `task.path` is the file, and for a generated problem."""
 

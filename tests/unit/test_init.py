@@ -136,7 +136,7 @@ def test_known_forms_of_data_sets_become_prompts_and_final_answers(pipelinerl: C
         ("new --data full/cr.csv", "save it with the line ends of Linux or Windows"),
         ("new --data full/mine.csv --question Answer", "--answer = 'Answer': is the column of the questions; name another one"),
         ("full/mine.csv/new", "DIR = 'full/mine.csv/new': cannot be written: Not a directory; name another folder"),
-        ("new --question a", "--question = 'a': applies only with --data FILE; give both or neither"),
+        ("new --question a", "--question = 'a': applies only to --data FILE; give that, too, or leave this out"),
     ],
 )
 def test_a_mistake_is_named_and_nothing_is_written(pipelinerl: Command, workplace: Path, arguments: str, said: str) -> None:
